@@ -11,20 +11,21 @@ import contextlib
 import contextvars
 import functools
 import hashlib
-import importlib.metadata
 import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .backends import KernelPlan
-from .database import Blocked, DatabaseError, DeviceRecord, read
 from .device import Device, catalogue
 from .problem import Problem
 from .tiling import KERNELS, Tiling, next_power_of_2
+
+if TYPE_CHECKING:  # the reader is imported at the first look-up
+    from .database import Blocked, DeviceRecord
 
 SITE_VARIABLE = "PORTABLE_FLASH_TUNING"  # a file, or a folder laid out like tuning_db
 
@@ -124,6 +125,8 @@ def _site_record(vendor: str, slug: str) -> DeviceRecord | None:
     place = os.environ.get(SITE_VARIABLE)
     if not place:
         return None
+    from .database import DatabaseError, read
+
     path = Path(place)
     if path.is_dir():
         return _read_for(path / vendor / f"{slug}.yaml", vendor, slug)
@@ -136,6 +139,8 @@ def _site_record(vendor: str, slug: str) -> DeviceRecord | None:
 def _read_for(path: Path, vendor: str, slug: str) -> DeviceRecord | None:
     if not path.is_file():
         return None
+    from .database import DatabaseError, read
+
     record = read(path)
     if (record.vendor, record.slug) != (vendor, slug):
         raise DatabaseError(f"{path}: is of {record.vendor}/{record.slug}, its path says {vendor}/{slug}")
@@ -179,9 +184,11 @@ def triton_version() -> str | None:
     """Version of the installed Triton without importing it; None when there is none."""
     if (module := sys.modules.get("triton")) is not None:
         return module.__version__
+    from importlib import metadata  # here, because it costs more than the rest of this module
+
     for name in ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton", "triton-windows"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
     return None
 
 

@@ -1,0 +1,46 @@
+"""The command `portable-flash`: a subcommand each for looking at the machine and for the tools, loaded when asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+
+# Subcommands with a parser of their own: name -> (module with main(argv) -> exit code, one line of help)
+TOOLS = {
+    "bench": ("portable_flash.bench", "measure attention here and compare it with its peers"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit code. `argv` defaults to the command line."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in TOOLS:
+        return importlib.import_module(TOOLS[argv[0]][0]).main(argv[1:]) or 0
+    arguments = _parser().parse_args(argv)
+    return arguments.run(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="portable-flash", description="Exact attention on NVIDIA and AMD GPUs and on the CPU.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    info = commands.add_parser("info", help="what this machine is and what can run on it")
+    info.add_argument("--json", action="store_true", help="print JSON")
+    info.set_defaults(run=_info)
+    for name, (_, text) in TOOLS.items():  # listed in --help; main() hands their arguments over before this parser sees them
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from .info import info, render
+
+    facts = info()
+    print(json.dumps(facts, indent=2) if arguments.json else render(facts))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
