@@ -226,6 +226,10 @@ class Chunk:
         # exp2 is the fast one on every CPU: exp goes through a library whose underflow path is 50 times slower
         return x.exp2_() if self.unit == LOG2E else x.mul_(LOG2E).exp2_()
 
+    def add_product(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        # baddbmm into a view with gaps between its matrices leaves the batched routine: half the speed
+        total.add_(torch.bmm(a, b, out=self.buffer("product", *total.shape)))
+
     def scaled_query(self, rows: slice) -> torch.Tensor:
         return self.stacked("q", self.call.query, rows).mul_(self.call.factor * (1.0 if self.call.softcap else self.unit))
 
@@ -323,7 +327,7 @@ class Chunk:
                 if exact:
                     p.mul_(inverse_l)
                 if grad_value is not None:
-                    grad_value[:, keys].baddbmm_(p.mT, grad_o)
+                    self.add_product(grad_value[:, keys], p.mT, grad_o)
                 if not needs_scores:
                     continue
                 grad_s = torch.bmm(grad_o, self.value[:, keys].mT, out=self.buffer("ds", *shape)).sub_(delta).mul_(p)
@@ -335,7 +339,7 @@ class Chunk:
                 if grad_query is not None:
                     grad_query.baddbmm_(grad_s, self.key[:, keys])
                 if grad_key is not None:
-                    grad_key[:, keys].baddbmm_(grad_s.mT, q)
+                    self.add_product(grad_key[:, keys], grad_s.mT, q)
             if grad_query is not None:
                 self.rows_of(grads.query, rows).copy_(self.unstacked(grad_query.mul_(call.scale)))
         if grad_key is not None:  # dK = dS^T (scale * Q); q holds scale * Q / softcap, or scale * Q * unit
