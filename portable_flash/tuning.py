@@ -48,12 +48,18 @@ def tuning(tilings: Mapping[str, Tiling | dict] | None = None, /, **kernels: Til
             try:
                 given[name] = Tiling(**value)
             except TypeError as error:
-                raise ValueError(f"tuning: {name}={value!r}: must be a Tiling or a dict of {', '.join(f.name for f in fields(Tiling))}") from error
+                allowed = ", ".join(f.name for f in fields(Tiling))
+                raise ValueError(f"tuning: {name}={value!r}: must be a Tiling or a dict of {allowed}") from error
     token = _overrides.set({**_overrides.get(), **given})
     try:
         yield
     finally:
         _overrides.reset(token)
+
+
+def override() -> tuple[tuple[str, Tiling], ...]:
+    """What `tuning` blocks have set here, hashable: part of the key of whatever remembers a look-up."""
+    return tuple(sorted(_overrides.get().items(), key=lambda item: item[0]))
 
 
 # ------------------------------------------------------------------ look-up
@@ -164,7 +170,8 @@ def space_hash(kernel_sources: str) -> str:
 def _void(file: str, kernel: str, recorded: str | None, current: str | None) -> bool:
     if recorded is None or current is None or recorded == current:
         return False
-    warnings.warn(f"{file}: tilings of {kernel} are of an older kernel (space {recorded}, now {current}) and are skipped; tune again", stacklevel=2)
+    what = f"tilings of {kernel} are of an older kernel (space {recorded}, now {current}) and are skipped; tune again"
+    warnings.warn(f"{file}: {what}", stacklevel=2)
     return True
 
 

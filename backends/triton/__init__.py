@@ -1,0 +1,58 @@
+"""Triton backend: one set of kernels for NVIDIA sm_80 and newer and for AMD CDNA and RDNA GPUs."""
+
+from __future__ import annotations
+
+import torch
+
+from ...device import Device
+from ...problem import Problem
+from ...tiling import Tiling, padded_head_dim
+from .. import Gradients, Inputs, Needs, Plan
+
+NAME = "triton"
+AMD_ARCHES = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1150", "gfx1151", "gfx1200", "gfx1201")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def unavailable(device: Device) -> str | None:
+    """Why Triton cannot run there."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"triton cannot be imported ({error}); CUDA and ROCm builds of torch bring it"
+    if device.vendor == "cpu":
+        from .launch import INTERPRETED
+
+        return None if INTERPRETED else "the CPU needs Triton's interpreter (TRITON_INTERPRET=1 before the first import)"
+    if device.vendor == "nvidia" and int(device.arch.removeprefix("sm_")) < 80:
+        return f"needs compute capability 8.0 or newer, this is {device.arch}"
+    if device.vendor == "amd" and device.arch not in AMD_ARCHES:
+        return f"has no path for {device.arch}; it has for {', '.join(AMD_ARCHES)}"
+    return None
+
+
+def supports(problem: Problem, device: Device) -> str | None:
+    """Why these kernels cannot do this call."""
+    if problem.dtype not in DTYPES:
+        return f"computes fp16, bf16 and fp32, not {problem.dtype_name}"
+    if max(problem.head_dim, problem.head_dim_v) > 256:
+        return f"head_dim goes up to 256, here {max(problem.head_dim, problem.head_dim_v)}"
+    return None
+
+
+def tuned_kernels(problem: Problem) -> tuple[str, ...]:
+    return ("forward", "backward_dkv", "backward_dq") if problem.needs_grad else ("forward",)
+
+
+def forward(inputs: Inputs, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+    from . import host
+
+    return host.forward(inputs, plan)
+
+
+def backward(
+    inputs: Inputs, plan: Plan, out: torch.Tensor, lse: torch.Tensor, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, needs: Needs
+) -> Gradients:
+    from . import host
+
+    return host.backward(inputs, plan, out, lse, grad_out, grad_lse, needs)

@@ -1,0 +1,80 @@
+"""Launch compiled kernels with little host time, and describe tensors to them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+MAX_PROGRAMS = 2**31 - 1  # of grid axis x, on both vendors; the only axis used here
+
+_UNBOUNDED = 2**31 - 1  # extent of a broadcast dimension
+
+INTERPRETED = not isinstance(triton.jit(lambda: None), triton.JITFunction)  # TRITON_INTERPRET=1 when triton was imported
+
+
+class Launch:
+    """One kernel with everything but its tensors fixed: compiled at the first call, then launched directly.
+
+    Triton's own launcher inspects every argument at every call to find the compiled variant. The owner of a Launch
+    keys it by all that decides the variant (strides, sizes, pointer alignment, options), so later calls skip that.
+    """
+
+    __slots__ = ("kernel", "grid", "integers", "constexprs", "options", "compiled")
+
+    def __init__(self, kernel, programs: int, integers: tuple[int, ...], constexprs: dict, options: dict):
+        self.kernel = kernel
+        self.grid = (programs, 1, 1)
+        self.integers = integers
+        self.constexprs = constexprs
+        self.options = options
+        self.compiled = None
+
+    def __call__(self, *tensors_and_scalars) -> None:
+        if self.grid[0] == 0:
+            return
+        if self.compiled is not None:
+            self.compiled(*tensors_and_scalars, *self.integers, *self.constexprs.values())
+            return
+        result = self.kernel[self.grid](*tensors_and_scalars, *self.integers, **self.constexprs, **self.options)
+        if not INTERPRETED:
+            self.compiled = result[self.grid]
+
+
+def alignment(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
+    """Which pointers are multiples of 16 bytes: Triton compiles another variant for those that are not."""
+    return tuple([t is None or t.data_ptr() % 16 == 0 for t in tensors])
+
+
+def head_strides(tensor: torch.Tensor, layout: str) -> tuple[int, int, int]:
+    """Strides of batch, head and row; packed tensors (total, H, D) have none for the batch."""
+    if tensor.dim() == 3:
+        return 0, tensor.stride(1), tensor.stride(0)
+    b, x, y, _ = tensor.stride()
+    return (b, x, y) if layout == "bhsd" else (b, y, x)
+
+
+def broadcast_strides(tensor: torch.Tensor | None) -> tuple[int, ...]:
+    """Strides of a 4-D tensor, 0 along dimensions of size 1, then the bounds of its last two; zeros for None."""
+    if tensor is None:
+        return (0,) * 6
+    strides = tuple(0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride()))
+    return (*strides, *(_UNBOUNDED if n == 1 else n for n in tensor.shape[2:]))
+
+
+def describable(tensor: torch.Tensor) -> bool:
+    """Whether the tensor memory accelerator can address it: 16-byte base and strides, no broadcast dimension."""
+    size = tensor.element_size()
+    if tensor.data_ptr() % 16 or tensor.stride(-1) != 1:
+        return False
+    return all(n == 1 or (s > 0 and s * size % 16 == 0) for n, s in zip(tensor.shape[:-1], tensor.stride()))
+
+
+def descriptor(tensor: torch.Tensor, layout: str, rows: int, cols: int) -> TensorDescriptor:
+    """4-D (B, H, S, D) descriptor that loads (1, 1, rows, cols) tiles."""
+    order = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
+    shape = [tensor.shape[i] for i in order]
+    aligned = 16 // tensor.element_size()  # the stride of a dimension of size 1 means nothing but must be legal
+    strides = [tensor.stride(i) if n > 1 else aligned for i, n in zip(order, shape)]
+    strides[-1] = 1
+    return TensorDescriptor(tensor, shape, strides, [1, 1, rows, cols])
