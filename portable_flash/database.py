@@ -237,7 +237,8 @@ class _Cursor:
         raise DatabaseError(f"{self.label}:{self.node.start_mark.line + 1}:{path} {message}")
 
     def _child(self, node: Any, step: str) -> _Cursor:
-        return _Cursor(node, f"{self.path}{step}" if step.startswith("[") or not self.path else f"{self.path}.{step}", self.label, self.constructor)
+        dot = "." if self.path and not step.startswith("[") else ""
+        return _Cursor(node, f"{self.path}{dot}{step}", self.label, self.constructor)
 
     def mapping(self, allowed: set[str] | None = None, required: set[str] = frozenset()) -> dict[str, _Cursor]:
         """Children by key, in order; `allowed` None means any key."""

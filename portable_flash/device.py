@@ -92,7 +92,7 @@ def catalogue() -> Mapping[str, DeviceRecord]:
         for file in sorted((f for f in folder.iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name):
             record = read(file, f"{vendor}/{file.name}")
             if record.vendor != vendor or f"{record.slug}.yaml" != file.name:
-                raise DatabaseError(f"{vendor}/{file.name}: device.slug {record.slug!r} and vendor {record.vendor!r} must be those of its path")
+                raise DatabaseError(f"{vendor}/{file.name}: slug {record.slug!r} and vendor {record.vendor!r} disagree with the path")
             records[record.slug] = record
     for record in records.values():
         seen, at = {record.slug}, record

@@ -40,18 +40,22 @@ def test_flops():
     assert p.flops("backward") == 2 * pairs * (64 * 3 + 32 * 2)
     square = problem(head_dim_v=64)
     assert square.flops("backward") == 2.5 * square.flops("forward")
-    assert problem(seqlen_q=64, seqlen_k=64, window_right=0).flops("forward") * 128 == 65 * problem(seqlen_q=64, seqlen_k=64).flops("forward")
+    full, causal = problem(seqlen_q=64, seqlen_k=64), problem(seqlen_q=64, seqlen_k=64, window_right=0)
+    assert causal.flops("forward") * 128 == 65 * full.flops("forward")
     with pytest.raises(ValueError, match="'forward' and 'backward'"):
         p.flops("sideways")
 
 
 def test_operand_bytes():
-    assert problem().operand_bytes() == {"q": 2 * 5 * 8 * 64 * 2, "k": 2 * 7 * 2 * 64 * 2, "v": 2 * 7 * 2 * 32 * 2, "o": 2 * 5 * 8 * 32 * 2, "lse": 2 * 5 * 8 * 4}
+    rows_q, rows_k = 2 * 5 * 8, 2 * 7 * 2  # batch x length x heads
+    expected = {"q": rows_q * 64 * 2, "k": rows_k * 64 * 2, "v": rows_k * 32 * 2, "o": rows_q * 32 * 2, "lse": rows_q * 4}
+    assert problem().operand_bytes() == expected
     packed = problem(varlen=True, total_q=6, total_k=9).operand_bytes()
     assert packed["q"] == 6 * 8 * 64 * 2 and packed["k"] == 9 * 2 * 64 * 2 and packed["lse"] == 6 * 8 * 4
 
 
 def test_names_and_groups():
     assert problem().group == 4
-    assert [problem(dtype=d).dtype_name for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)] == ["fp16", "bf16", "fp32", "fp64"]
+    names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+    assert {dtype: problem(dtype=dtype).dtype_name for dtype in names} == names
     assert len({problem(), problem(), problem(batch=3)}) == 2  # a key of caches
