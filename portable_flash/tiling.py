@@ -31,6 +31,7 @@ class Tiling:
     block_n: int
     num_warps: int = 4
     num_stages: int = 1
+    split_dkv: bool = False  # dK and dV by separate programs: half the accumulators, S computed once more
     tma: bool = False  # NVIDIA sm_90+: tiles move through the tensor memory accelerator
     maxnreg: int | None = None  # NVIDIA: register cap a thread
     waves_per_eu: int = 0  # AMD: occupancy that the compiler aims for, 0 = its own choice
@@ -69,7 +70,7 @@ class Tiling:
         if kernel == "forward":  # Q stays; K and V stream
             return size * (self.block_m * d + self.num_stages * self.block_n * (d + dv))
         if kernel == "backward_dkv":  # K and V stay; Q and dO stream; dS^T changes layout through shared memory
-            return size * (self.block_n * (d + dv) + self.num_stages * self.block_m * (d + dv)) + self.num_stages * self.block_m * 8
+            return size * (d + dv) * (self.block_n + self.num_stages * self.block_m) + self.num_stages * self.block_m * 8
         if kernel == "backward_dq":  # Q and dO stay; K and V stream; dS changes layout
             return size * (self.block_m * (d + dv) + self.num_stages * self.block_n * (d + dv) + self.block_m * self.block_n)
         raise ValueError(f"kernel={kernel!r}: allowed are {', '.join(KERNELS)}")
@@ -80,7 +81,7 @@ class Tiling:
         scores = self.block_m * self.block_n
         elements = {
             "forward": self.block_m * dv + scores,
-            "backward_dkv": self.block_n * (d + dv) + 2 * scores,
+            "backward_dkv": self.block_n * (max(d, dv) if self.split_dkv else d + dv) + 2 * scores,
             "backward_dq": self.block_m * d + 2 * scores,
         }[kernel]
         return elements // (self.num_warps * wave_size)

@@ -6,7 +6,6 @@ import torch
 
 from ...device import Device
 from ...problem import Problem
-from ...tiling import Tiling, padded_head_dim
 from .. import Gradients, Inputs, Needs, Plan
 
 NAME = "triton"
@@ -35,6 +34,8 @@ def supports(problem: Problem, device: Device) -> str | None:
     """Why these kernels cannot do this call."""
     if problem.dtype not in DTYPES:
         return f"computes fp16, bf16 and fp32, not {problem.dtype_name}"
+    if device.vendor == "cpu" and problem.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bf16 as if it were integers"
     if max(problem.head_dim, problem.head_dim_v) > 256:
         return f"head_dim goes up to 256, here {max(problem.head_dim, problem.head_dim_v)}"
     return None

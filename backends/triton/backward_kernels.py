@@ -2,7 +2,7 @@
 
     delta_i = sum_d dO_id O_id - dlse_i                  backward_delta_kernel
     P = exp(S - lse),  dP = dO V^T,  dS = P * (dP - delta) * softcap'
-    dV = P^T dO,  dK = scale * dS^T Q                    backward_dkv_kernel, one program a key block
+    dV = P^T dO,  dK = scale * dS^T Q                    backward_dkv_kernel, one program a key block (both, or one each)
     dQ = scale * dS K                                    backward_dq_kernel, one program a query block
     dbias = dS, summed where bias is broadcast           backward_dbias_kernel, one program a bias tile
 
@@ -75,7 +75,7 @@ def _accumulate_dkv(
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
 ):  # fmt: skip
     """Add what the query blocks [start, end) of one query head give to dK and dV. All score tiles are (keys, queries)."""
     HIDES: tl.constexpr = MASKED or HAS_BIAS or HAS_MASK
@@ -98,11 +98,13 @@ def _accumulate_dkv(
             sees = (tl.max(ok.to(tl.int32), 0) > 0)[:, None]
             q = tl.where(sees, q, 0.0)
             do = tl.where(sees, do, 0.0)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        delta = tl.load(DELTA + rows, mask=rows < seqlen_q, other=0.0)
-        ds = score_gradient(p, dp, delta[None, :], tanh, ok, HIDES, HAS_SOFTCAP)
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        if NEED_DV:
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        if NEED_DK:
+            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            delta = tl.load(DELTA + rows, mask=rows < seqlen_q, other=0.0)
+            ds = score_gradient(p, dp, delta[None, :], tanh, ok, HIDES, HAS_SOFTCAP)
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -123,6 +125,7 @@ def backward_dkv_kernel(
     TOP_LEFT: tl.constexpr, VARLEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_XCDS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one key/value head against all queries, of all heads of its group, that see them."""
     block, bh = program_block(num_blocks, num_heads, heads_per_group, False, NUM_XCDS)
@@ -172,6 +175,7 @@ def backward_dkv_kernel(
     k = load_rows(
         K + k_base + hk.to(tl.int64) * stride_kh, stride_kn, n_start, key_lo, key_hi, b, hk, BLOCK_N, BLOCK_D, HEAD_DIM, True, False
     )
+    # what is not needed is never used, and dropped by the compiler
     v = load_rows(
         V + v_base + hk.to(tl.int64) * stride_vh, stride_vn, n_start, key_lo, key_hi, b, hk, BLOCK_N, BLOCK_DV, HEAD_DIM_V, True, False
     )
@@ -203,7 +207,7 @@ def backward_dkv_kernel(
                 bias_head, stride_bias_m, stride_bias_n, bias_m, bias_n, mask_head, stride_mask_m, stride_mask_n, mask_m, mask_n,
                 diagonal, window_left, window_right,
                 True, BLOCK_M, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, HAS_LEFT, HAS_RIGHT,
-                HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, TMA, PRECISION, NUM_STAGES,
+                HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, TMA, PRECISION, NUM_STAGES, NEED_DK, NEED_DV,
             )  # fmt: skip
         dk, dv = _accumulate_dkv(
             dk, dv, k, v, q_head, do_head, lse_head, delta_head, stride_qm, stride_dom, b1, c, query_lo, query_hi, b, h,
@@ -211,7 +215,7 @@ def backward_dkv_kernel(
             bias_head, stride_bias_m, stride_bias_n, bias_m, bias_n, mask_head, stride_mask_m, stride_mask_n, mask_m, mask_n,
             diagonal, window_left, window_right,
             False, BLOCK_M, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, HAS_LEFT, HAS_RIGHT,
-            HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, TMA, PRECISION, NUM_STAGES,
+            HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, TMA, PRECISION, NUM_STAGES, NEED_DK, NEED_DV,
         )  # fmt: skip
         if HAS_LEFT:
             dk, dv = _accumulate_dkv(
@@ -220,11 +224,15 @@ def backward_dkv_kernel(
                 bias_head, stride_bias_m, stride_bias_n, bias_m, bias_n, mask_head, stride_mask_m, stride_mask_n, mask_m, mask_n,
                 diagonal, window_left, window_right,
                 True, BLOCK_M, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, HAS_LEFT, HAS_RIGHT,
-                HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, TMA, PRECISION, NUM_STAGES,
+                HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, TMA, PRECISION, NUM_STAGES, NEED_DK, NEED_DV,
             )  # fmt: skip
 
-    store_rows(DK + dk_base + hk.to(tl.int64) * stride_dkh, dk * scale, stride_dkn, n_start, seqlen_k, BLOCK_N, BLOCK_D, HEAD_DIM)
-    store_rows(DV + dv_base + hk.to(tl.int64) * stride_dvh, dv, stride_dvn, n_start, seqlen_k, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
+    if NEED_DK:
+        dk_head = DK + dk_base + hk.to(tl.int64) * stride_dkh
+        store_rows(dk_head, dk * scale, stride_dkn, n_start, seqlen_k, BLOCK_N, BLOCK_D, HEAD_DIM)
+    if NEED_DV:
+        dv_head = DV + dv_base + hk.to(tl.int64) * stride_dvh
+        store_rows(dv_head, dv, stride_dvn, n_start, seqlen_k, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
 
 
 @triton.jit

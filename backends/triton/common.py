@@ -134,18 +134,21 @@ def load_rows(
     descriptor of the whole 4-D tensor, whose hardware fills what lies outside the tensor with 0.
     """
     if TMA:
-        return X.load([b, h, start, 0]).reshape([ROWS, COLS])
-    rows = tl.arange(0, ROWS)
-    cols = tl.arange(0, COLS)
-    pointers = X + start.to(tl.int64) * stride_row + rows[:, None] * stride_row + cols[None, :]
-    if CHECK_ROWS:
-        inside = (start + rows >= lo) & (start + rows < hi)
-        if COLS == WIDTH:
-            return tl.load(pointers, mask=inside[:, None], other=0.0)
-        return tl.load(pointers, mask=inside[:, None] & (cols < WIDTH)[None, :], other=0.0)
-    if COLS == WIDTH:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=(cols < WIDTH)[None, :], other=0.0)
+        tile = X.load([b, h, start, 0]).reshape([ROWS, COLS])
+    else:
+        rows = tl.arange(0, ROWS)
+        cols = tl.arange(0, COLS)
+        pointers = X + start.to(tl.int64) * stride_row + rows[:, None] * stride_row + cols[None, :]
+        inside = ((start + rows >= lo) & (start + rows < hi))[:, None]
+        if CHECK_ROWS and COLS != WIDTH:
+            tile = tl.load(pointers, mask=inside & (cols < WIDTH)[None, :], other=0.0)
+        elif CHECK_ROWS:
+            tile = tl.load(pointers, mask=inside, other=0.0)
+        elif COLS != WIDTH:
+            tile = tl.load(pointers, mask=(cols < WIDTH)[None, :], other=0.0)
+        else:
+            tile = tl.load(pointers)
+    return tile
 
 
 @triton.jit

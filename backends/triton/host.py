@@ -15,15 +15,19 @@ from .forward_kernels import forward_kernel
 from .launch import INTERPRETED, MAX_PROGRAMS, Launch, alignment, broadcast_strides, describable, descriptor, head_strides
 
 _DELTA_ROWS = 64  # rows a program of the delta kernel, which only streams
+_DELTA_TILING = Tiling(_DELTA_ROWS, 16, num_warps=4)
 _LAUNCHES: dict[tuple, tuple] = {}
 _MAX_LAUNCHES = 8192  # distinct calls remembered; beyond that the memory starts again from nothing
 
 
-def _remember(key: tuple, value):
-    if len(_LAUNCHES) >= _MAX_LAUNCHES:
-        _LAUNCHES.clear()
-    _LAUNCHES[key] = value
-    return value
+def _planned(key: tuple, plan: Plan, prepare, *arguments) -> tuple[Launch, bool]:
+    """The Launch for this key and whether it takes descriptors, prepared at the first call."""
+    found = _LAUNCHES.get(key)
+    if found is None:
+        if len(_LAUNCHES) >= _MAX_LAUNCHES:
+            _LAUNCHES.clear()
+        found = _LAUNCHES[key] = (prepare(*arguments), plan)  # the plan is kept alive: its id is in the key
+    return found[0]
 
 
 # ---------------------------------------------------------------- what is decided before a launch
@@ -129,10 +133,13 @@ def _io_strides(inputs: Inputs) -> tuple[int, ...]:
     )
 
 
-def _optional_key(inputs: Inputs) -> tuple:
-    return tuple(
-        [None if t is None else (t.shape, t.stride(), t.dtype) for t in (inputs.bias, inputs.mask, inputs.alibi_slopes)]
-    )
+def _strides_key(inputs: Inputs) -> tuple:
+    """All that decides the compiled variant and its integers beyond the plan."""
+    key = (inputs.query.stride(), inputs.key.stride(), inputs.value.stride(), inputs.layout, torch.backends.cuda.matmul.allow_tf32)
+    if inputs.bias is None and inputs.mask is None and inputs.alibi_slopes is None and inputs.cu_seqlens_q is None:
+        return key
+    optional = (inputs.bias, inputs.mask, inputs.alibi_slopes, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    return (*key, *[None if t is None else (t.shape, t.stride(), t.dtype) for t in optional])
 
 
 def _on_device(function):
@@ -166,39 +173,54 @@ def _lse_strides(problem: Problem) -> tuple[int, int]:
 
 @_on_device
 def forward(inputs: Inputs, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
-    problem, device = plan.problem, plan.device
+    problem = plan.problem
     query, key, value = inputs.query, inputs.key, inputs.value
     out, lse = empty_outputs(query, problem.head_dim_v, inputs.layout, problem.varlen)
-    name = ("forward", id(plan), query.stride(), key.stride(), value.stride(), *alignment(query, key, value, inputs.bias), *_optional_key(inputs))
-    found = _LAUNCHES.get(name)
-    if found is None:
-        found = _remember(name, (*_plan_forward(inputs, plan, out), plan))  # plan kept alive: its id is in the key
-    launch, tma = found[0], found[1]
+    name = ("forward", id(plan), *_strides_key(inputs), *alignment(query, key, value, inputs.bias))
+    launch, tma = _planned(name, plan, plan_forward, inputs, plan)
     if tma:
-        tiling, d, dv = plan.kernels["forward"].tiling, padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
-        query = descriptor(query, inputs.layout, tiling.block_m, d)
-        key = descriptor(key, inputs.layout, tiling.block_n, d)
-        value = descriptor(value, inputs.layout, tiling.block_n, dv)
+        query, key, value = _forward_descriptors(inputs, plan)
     launch(query, key, value, out, lse, *_extras(inputs), inputs.sinks, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.scale, inputs.softcap)
     return out, lse
 
 
-def _plan_forward(inputs: Inputs, plan: Plan, out: torch.Tensor) -> tuple[Launch, bool]:
+def _forward_descriptors(inputs: Inputs, plan: Plan):
+    problem, tiling = plan.problem, plan.kernels["forward"].tiling
+    d, dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    return (
+        descriptor(inputs.query, inputs.layout, tiling.block_m, d),
+        descriptor(inputs.key, inputs.layout, tiling.block_n, d),
+        descriptor(inputs.value, inputs.layout, tiling.block_n, dv),
+    )
+
+
+def plan_forward(inputs: Inputs, plan: Plan) -> tuple[Launch, bool]:
     problem, device, tiling = plan.problem, plan.device, plan.kernels["forward"].tiling
     tma = use_tma(tiling, problem, inputs.query, inputs.key, inputs.value)
     heads = problem.batch * problem.heads_q
     num_blocks = blocks(problem.seqlen_q, tiling.block_m)
     grouped = heads_per_group(problem, device, _key_bytes(problem), heads, problem.group)
     integers = (
-        *_io_strides(inputs), *head_strides(out, inputs.layout), *_lse_strides(problem), *_extra_strides(inputs),
+        *_io_strides(inputs), *_output_strides(inputs, problem), *_lse_strides(problem), *_extra_strides(inputs),
         num_blocks, heads, grouped, problem.heads_q, *_sizes(problem),
     )  # fmt: skip
     constexprs = {
         "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, **widths(problem), **features(problem),
-        "HAS_SINKS": problem.sinks, "EVEN_K": _even_keys(problem, tiling),
-        "TMA": tma, "PRECISION": precision(problem, device), "NUM_XCDS": device.xcds, "NUM_STAGES": tiling.num_stages,
+        "HAS_SINKS": problem.sinks, "EVEN_K": _even_keys(problem, tiling), **_common(tiling, problem, device, tma),
     }  # fmt: skip
     return Launch(forward_kernel, _guard(num_blocks * heads), integers, constexprs, compile_options(tiling, device)), tma
+
+
+def _output_strides(inputs: Inputs, problem: Problem) -> tuple[int, int, int]:
+    """Strides of batch, head and row of the (contiguous) output."""
+    heads, rows, d = problem.heads_q, problem.seqlen_q, problem.head_dim_v
+    if problem.varlen:
+        return 0, d, heads * d
+    return (heads * rows * d, rows * d, d) if inputs.layout == "bhsd" else (heads * rows * d, d, heads * d)
+
+
+def _common(tiling: Tiling, problem: Problem, device: Device, tma: bool) -> dict:
+    return {"TMA": tma, "PRECISION": precision(problem, device), "NUM_XCDS": device.xcds, "NUM_STAGES": tiling.num_stages}
 
 
 def _even_keys(problem: Problem, tiling: Tiling) -> bool:
@@ -217,15 +239,29 @@ def backward(
     problem = plan.problem
     if grad_out.stride(-1) != 1 and grad_out.shape[-1] != 1:
         grad_out = grad_out.contiguous()
-    delta = _delta(inputs, plan, out, lse, grad_out, grad_lse)
+    key = (id(plan), *_strides_key(inputs), grad_out.stride(), *alignment(inputs.query, inputs.key, inputs.value, grad_out, inputs.bias))
     grads = Gradients()
-    common = (lse, delta)
+    delta = torch.empty_like(lse)
+    launch, _ = _planned(("delta", *key, None if grad_lse is None else grad_lse.stride()), plan, plan_delta, inputs, plan, out, grad_out, grad_lse)
+    launch(out, grad_out, grad_lse, delta)
+    tail = (*_extras(inputs), inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.scale, inputs.softcap)
     if needs.key or needs.value:
-        grads.key, grads.value = _dkv(inputs, plan, grad_out, *common)
+        grads.key = _new_gradient(inputs.key, problem) if needs.key else None
+        grads.value = _new_gradient(inputs.value, problem) if needs.value else None
+        for dk, dv in dkv_passes(plan, needs):
+            launch, tma = _planned(("dkv", dk, dv, *key), plan, plan_dkv, inputs, plan, grad_out, dk, dv)
+            streamed = _dkv_descriptors(inputs, plan, grad_out) if tma else (inputs.query, grad_out)
+            launch(streamed[0], inputs.key, inputs.value, streamed[1], lse, delta, grads.key, grads.value, *tail)
     if needs.query:
-        grads.query = _dq(inputs, plan, grad_out, *common)
+        grads.query = _new_gradient(inputs.query, problem)
+        launch, tma = _planned(("dq", *key), plan, plan_dq, inputs, plan, grad_out)
+        streamed = _dq_descriptors(inputs, plan) if tma else (inputs.key, inputs.value)
+        launch(inputs.query, *streamed, grad_out, lse, delta, grads.query, *tail)
     if needs.bias:
-        grads.bias = _dbias(inputs, plan, grad_out, *common)
+        dbias = torch.zeros(inputs.bias.shape, dtype=torch.float32, device=inputs.bias.device)
+        launch, _ = _planned(("dbias", *key), plan, plan_dbias, inputs, plan, grad_out)
+        launch(inputs.query, inputs.key, inputs.value, grad_out, lse, delta, dbias, *tail)
+        grads.bias = dbias.to(inputs.bias.dtype)
     if needs.sinks:
         grads.sinks = sink_gradient(inputs.sinks, lse, delta, problem.varlen)
     return grads
@@ -238,125 +274,120 @@ def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, v
     return -(share * delta).sum(-1 if varlen else (0, 2))
 
 
-def _delta(inputs: Inputs, plan: Plan, out, lse, grad_out, grad_lse) -> torch.Tensor:
-    problem = plan.problem
-    delta = torch.empty_like(lse)
-    name = ("delta", id(plan), out.stride(), grad_out.stride(), None if grad_lse is None else grad_lse.stride(), *alignment(out, grad_out))
-    found = _LAUNCHES.get(name)
-    if found is None:
-        dlse = (0, 0, 0)
-        if grad_lse is not None:
-            dlse = (0, *grad_lse.stride()) if problem.varlen else grad_lse.stride()
-        rows, sequences = (problem.total_q, 1) if problem.varlen else (problem.seqlen_q, problem.batch)
-        num_blocks = blocks(rows, _DELTA_ROWS)
-        integers = (
-            *head_strides(out, inputs.layout), *head_strides(grad_out, inputs.layout), *dlse, *_lse_strides(problem),
-            num_blocks, problem.heads_q, rows,
-        )  # fmt: skip
-        constexprs = {
-            "BLOCK_M": _DELTA_ROWS, "BLOCK_DV": padded_head_dim(problem.head_dim_v), "HEAD_DIM_V": problem.head_dim_v,
-            "HAS_DLSE": grad_lse is not None,
-        }  # fmt: skip
-        launch = Launch(backward_delta_kernel, _guard(num_blocks * problem.heads_q * sequences), integers, constexprs, {"num_warps": 4})
-        found = _remember(name, (launch, plan))
-    found[0](out, grad_out, grad_lse, delta)
-    return delta
-
-
-def _dkv(inputs: Inputs, plan: Plan, grad_out, lse, delta) -> tuple[torch.Tensor, torch.Tensor]:
-    problem, tiling = plan.problem, plan.kernels["backward_dkv"].tiling
-    query, key, value = inputs.query, inputs.key, inputs.value
-    # rows past the last packed sequence belong to no program
+def _new_gradient(tensor: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """Contiguous, in the tensor's shape; packed ones start at 0, since no program owns rows past the last sequence."""
     new = torch.zeros if problem.varlen else torch.empty
-    dk = new(key.shape, dtype=key.dtype, device=key.device)
-    dv = new(value.shape, dtype=value.dtype, device=value.device)
-    name = (
-        "dkv", id(plan), query.stride(), key.stride(), value.stride(), grad_out.stride(),
-        *alignment(query, key, value, grad_out, inputs.bias), *_optional_key(inputs),
-    )  # fmt: skip
-    found = _LAUNCHES.get(name)
-    if found is None:
-        device = plan.device
-        tma = use_tma(tiling, problem, query, grad_out)
-        heads = problem.batch * problem.heads_k
-        num_blocks = blocks(problem.seqlen_k, tiling.block_n)
-        streamed = problem.group * problem.seqlen_q * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-        integers = (
-            *_io_strides(inputs), *head_strides(grad_out, inputs.layout), *_lse_strides(problem),
-            *head_strides(dk, inputs.layout), *head_strides(dv, inputs.layout), *_extra_strides(inputs),
-            num_blocks, heads, heads_per_group(problem, device, streamed, heads, 1), problem.heads_k, *_sizes(problem),
-        )  # fmt: skip
-        constexprs = {
-            "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, **widths(problem), **features(problem),
-            "TMA": tma, "PRECISION": precision(problem, device), "NUM_XCDS": device.xcds, "NUM_STAGES": tiling.num_stages,
-        }  # fmt: skip
-        launch = Launch(backward_dkv_kernel, _guard(num_blocks * heads), integers, constexprs, compile_options(tiling, device))
-        found = _remember(name, (launch, tma, plan))
-    if found[1]:
-        query = descriptor(query, inputs.layout, tiling.block_m, padded_head_dim(problem.head_dim))
-        grad_out = descriptor(grad_out, inputs.layout, tiling.block_m, padded_head_dim(problem.head_dim_v))
-    found[0](
-        query, key, value, grad_out, lse, delta, dk, dv, *_extras(inputs), inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.scale, inputs.softcap
+    return new(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _contiguous_strides(tensor: torch.Tensor, layout: str) -> tuple[int, int, int]:
+    """What head_strides says of a contiguous tensor of this shape."""
+    if tensor.dim() == 3:
+        return 0, tensor.shape[2], tensor.shape[1] * tensor.shape[2]
+    _, x, y, d = tensor.shape
+    return (x * y * d, y * d, d) if layout == "bhsd" else (x * y * d, d, y * d)
+
+
+def _dkv_descriptors(inputs: Inputs, plan: Plan, grad_out: torch.Tensor):
+    problem, rows = plan.problem, plan.kernels["backward_dkv"].tiling.block_m
+    return (
+        descriptor(inputs.query, inputs.layout, rows, padded_head_dim(problem.head_dim)),
+        descriptor(grad_out, inputs.layout, rows, padded_head_dim(problem.head_dim_v)),
     )
-    return dk, dv
 
 
-def _dq(inputs: Inputs, plan: Plan, grad_out, lse, delta) -> torch.Tensor:
-    problem, tiling = plan.problem, plan.kernels["backward_dq"].tiling
-    query, key, value = inputs.query, inputs.key, inputs.value
-    new = torch.zeros if problem.varlen else torch.empty
-    dq = new(query.shape, dtype=query.dtype, device=query.device)
-    name = (
-        "dq", id(plan), query.stride(), key.stride(), value.stride(), grad_out.stride(),
-        *alignment(query, key, value, grad_out, inputs.bias), *_optional_key(inputs),
+def _dq_descriptors(inputs: Inputs, plan: Plan):
+    problem, rows = plan.problem, plan.kernels["backward_dq"].tiling.block_n
+    return (
+        descriptor(inputs.key, inputs.layout, rows, padded_head_dim(problem.head_dim)),
+        descriptor(inputs.value, inputs.layout, rows, padded_head_dim(problem.head_dim_v)),
+    )
+
+
+def plan_delta(inputs: Inputs, plan: Plan, out: torch.Tensor, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Launch, bool]:
+    problem = plan.problem
+    dlse = (0, 0, 0)
+    if grad_lse is not None:
+        dlse = (0, *grad_lse.stride()) if problem.varlen else grad_lse.stride()
+    rows, sequences = (problem.total_q, 1) if problem.varlen else (problem.seqlen_q, problem.batch)
+    num_blocks = blocks(rows, _DELTA_ROWS)
+    integers = (
+        *head_strides(out, inputs.layout), *head_strides(grad_out, inputs.layout), *dlse, *_lse_strides(problem),
+        num_blocks, problem.heads_q, rows,
     )  # fmt: skip
-    found = _LAUNCHES.get(name)
-    if found is None:
-        device = plan.device
-        tma = use_tma(tiling, problem, key, value)
-        heads = problem.batch * problem.heads_q
-        num_blocks = blocks(problem.seqlen_q, tiling.block_m)
-        integers = (
-            *_io_strides(inputs), *head_strides(grad_out, inputs.layout), *_lse_strides(problem),
-            *head_strides(dq, inputs.layout), *_extra_strides(inputs),
-            num_blocks, heads, heads_per_group(problem, device, _key_bytes(problem), heads, problem.group), problem.heads_q, *_sizes(problem),
-        )  # fmt: skip
-        constexprs = {
-            "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, **widths(problem), **features(problem), "EVEN_K": _even_keys(problem, tiling),
-            "TMA": tma, "PRECISION": precision(problem, device), "NUM_XCDS": device.xcds, "NUM_STAGES": tiling.num_stages,
-        }  # fmt: skip
-        launch = Launch(backward_dq_kernel, _guard(num_blocks * heads), integers, constexprs, compile_options(tiling, device))
-        found = _remember(name, (launch, tma, plan))
-    if found[1]:
-        key = descriptor(key, inputs.layout, tiling.block_n, padded_head_dim(problem.head_dim))
-        value = descriptor(value, inputs.layout, tiling.block_n, padded_head_dim(problem.head_dim_v))
-    found[0](query, key, value, grad_out, lse, delta, dq, *_extras(inputs), inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.scale, inputs.softcap)
-    return dq
+    constexprs = {
+        "BLOCK_M": _DELTA_ROWS, "BLOCK_DV": padded_head_dim(problem.head_dim_v), "HEAD_DIM_V": problem.head_dim_v,
+        "HAS_DLSE": grad_lse is not None,
+    }  # fmt: skip
+    return Launch(backward_delta_kernel, _guard(num_blocks * problem.heads_q * sequences), integers, constexprs, compile_options(_DELTA_TILING, plan.device)), False
 
 
-def _dbias(inputs: Inputs, plan: Plan, grad_out, lse, delta) -> torch.Tensor:
-    problem, device = plan.problem, plan.device
-    tiling = plan.kernels["backward_dq"].tiling
-    bias = inputs.bias
-    dbias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+def dkv_passes(plan: Plan, needs: Needs) -> list[tuple[bool, bool]]:
+    """(dK, dV) of each launch of the dK/dV kernel."""
+    if needs.key and needs.value and plan.kernels["backward_dkv"].tiling.split_dkv:
+        return [(True, False), (False, True)]
+    return [(needs.key, needs.value)]
+
+
+def plan_dkv(inputs: Inputs, plan: Plan, grad_out: torch.Tensor, need_dk: bool, need_dv: bool) -> tuple[Launch, bool]:
+    problem, device, tiling = plan.problem, plan.device, plan.kernels["backward_dkv"].tiling
+    tma = use_tma(tiling, problem, inputs.query, grad_out)
+    heads = problem.batch * problem.heads_k
+    num_blocks = blocks(problem.seqlen_k, tiling.block_n)
+    streamed = problem.group * problem.seqlen_q * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    integers = (
+        *_io_strides(inputs), *head_strides(grad_out, inputs.layout), *_lse_strides(problem),
+        *_contiguous_strides(inputs.key, inputs.layout), *_contiguous_strides(inputs.value, inputs.layout), *_extra_strides(inputs),
+        num_blocks, heads, heads_per_group(problem, device, streamed, heads, 1), problem.heads_k, *_sizes(problem),
+    )  # fmt: skip
+    constexprs = {
+        "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, **widths(problem), **features(problem), **_common(tiling, problem, device, tma),
+        "NEED_DK": need_dk, "NEED_DV": need_dv,
+    }  # fmt: skip
+    return Launch(backward_dkv_kernel, _guard(num_blocks * heads), integers, constexprs, compile_options(tiling, device)), tma
+
+
+def plan_dq(inputs: Inputs, plan: Plan, grad_out: torch.Tensor) -> tuple[Launch, bool]:
+    problem, device, tiling = plan.problem, plan.device, plan.kernels["backward_dq"].tiling
+    tma = use_tma(tiling, problem, inputs.key, inputs.value)
+    heads = problem.batch * problem.heads_q
+    num_blocks = blocks(problem.seqlen_q, tiling.block_m)
+    integers = (
+        *_io_strides(inputs), *head_strides(grad_out, inputs.layout), *_lse_strides(problem),
+        *_contiguous_strides(inputs.query, inputs.layout), *_extra_strides(inputs),
+        num_blocks, heads, heads_per_group(problem, device, _key_bytes(problem), heads, problem.group), problem.heads_q, *_sizes(problem),
+    )  # fmt: skip
+    constexprs = {
+        "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, **widths(problem), **features(problem),
+        "EVEN_K": _even_keys(problem, tiling), **_common(tiling, problem, device, tma),
+    }  # fmt: skip
+    return Launch(backward_dq_kernel, _guard(num_blocks * heads), integers, constexprs, compile_options(tiling, device)), tma
+
+
+def plan_dbias(inputs: Inputs, plan: Plan, grad_out: torch.Tensor) -> tuple[Launch, bool]:
+    """One program a tile of bias's own shape; tiles as in dQ, whose products these are."""
+    problem, device, bias = plan.problem, plan.device, inputs.bias
+    tiling = plan.kernels["backward_dq"].tiling.replace(num_stages=1)
     full = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
     summed = [n == 1 and m != 1 for n, m in zip(bias.shape, full)]
     m_tiles = 1 if summed[2] else blocks(bias.shape[2], tiling.block_m)
     n_tiles = 1 if summed[3] else blocks(bias.shape[3], tiling.block_n)
-    programs = bias.shape[0] * bias.shape[1] * m_tiles * n_tiles
+    dbias_strides = [0 if n == 1 else stride for n, stride in zip(bias.shape, _row_major(bias.shape))]
+    integers = (
+        *_io_strides(inputs), *head_strides(grad_out, inputs.layout), *_lse_strides(problem), *dbias_strides,
+        *_extra_strides(inputs), m_tiles, n_tiles, bias.shape[1], problem.batch, problem.heads_q, *_sizes(problem),
+    )  # fmt: skip
     constexprs = {
         "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, **widths(problem),
         **{k: v for k, v in features(problem).items() if k != "HAS_BIAS"},
         "SUM_B": summed[0], "SUM_H": summed[1], "SUM_M": summed[2], "SUM_N": summed[3], "PRECISION": precision(problem, device),
     }  # fmt: skip
-    integers = (
-        *_io_strides(inputs), *head_strides(grad_out, inputs.layout), *_lse_strides(problem), *broadcast_strides(dbias)[:4],
-        *_extra_strides(inputs), m_tiles, n_tiles, bias.shape[1], problem.batch, problem.heads_q, *_sizes(problem),
-    )  # fmt: skip
-    options = compile_options(tiling.replace(num_stages=1), device)
-    launch = Launch(backward_dbias_kernel, _guard(programs), integers, constexprs, options)
-    launch(
-        inputs.query, inputs.key, inputs.value, grad_out, lse, delta, dbias,
-        *_extras(inputs), inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.scale, inputs.softcap,
-    )  # fmt: skip
-    return dbias.to(bias.dtype)
+    programs = bias.shape[0] * bias.shape[1] * m_tiles * n_tiles
+    return Launch(backward_dbias_kernel, _guard(programs), integers, constexprs, compile_options(tiling, device)), False
+
+
+def _row_major(shape) -> list[int]:
+    strides = [1]
+    for n in reversed(shape[1:]):
+        strides.insert(0, strides[0] * n)
+    return strides

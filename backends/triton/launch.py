@@ -10,7 +10,13 @@ MAX_PROGRAMS = 2**31 - 1  # of grid axis x, on both vendors; the only axis used 
 
 _UNBOUNDED = 2**31 - 1  # extent of a broadcast dimension
 
-INTERPRETED = not isinstance(triton.jit(lambda: None), triton.JITFunction)  # TRITON_INTERPRET=1 when triton was imported
+
+@triton.jit
+def _nothing():
+    pass
+
+
+INTERPRETED = not isinstance(_nothing, triton.JITFunction)  # TRITON_INTERPRET=1 when triton was imported
 
 
 class Launch:
