@@ -294,6 +294,20 @@ def test_sinks(calls):
     assert all(call["sinks"].shape == (4,) and call["sinks"].any() for call in calls)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "head", "options"),
+    [("bert", "AutoModel", ENCODER), ("mistral", "AutoModelForCausalLM", {**DECODER, **SLIDING})],
+)
+@torch.inference_mode()
+def test_compiled_without_graph_breaks(model_type, head, options):
+    eager, ours = pair(model_type, head, **options)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    ids, mask = tokens(2, 16), padding([16, 7], 16, "right")
+    options = {} if model_type == "bert" else {"use_cache": False}
+    assert_same(compiled(ids, **options)[0], eager(ids, **options)[0])
+    assert_same(compiled(ids, attention_mask=mask, **options)[0], eager(ids, attention_mask=mask, **options)[0], mask)
+
+
 # training
 
 
