@@ -75,14 +75,15 @@ def _softmax_attention(
     if bias is not None:
         visible = visible & (bias != -torch.inf)
 
-    # 0 * NaN is NaN: what nothing sees is removed from the products as well.
-    query = torch.where(visible.any(3)[..., None], query, 0.0)
+    # 0 * NaN is NaN: what nothing sees is removed from the products too, forward and backward.
+    sees = visible.any(3)[..., None]
+    query = torch.where(sees, query, 0.0)
     key, value = (torch.where(visible.any(2)[..., None], t, 0.0) for t in (key, value))
     s = (query * inputs.scale) @ key.mT
     if inputs.softcap:
         s = inputs.softcap * torch.tanh(s / inputs.softcap)
     if bias is not None:
-        s = s + bias.clamp(min=torch.finfo(dtype).min).to(dtype)  # a finite bias stays finite in a narrower dtype
+        s = s + bias.to(dtype).clamp(min=torch.finfo(dtype).min)  # a finite bias stays finite in a narrower dtype
     if slopes is not None:
         s = s - slopes.to(dtype)[..., None, None] * (i + (keys - rows) - j).abs().to(dtype)
     s = torch.where(visible, s, -torch.inf)
@@ -92,7 +93,7 @@ def _softmax_attention(
     live = (s > -torch.inf).any(-1)
     s = torch.where(live[..., None], s, 0.0)
     p = torch.where(visible, s.softmax(-1)[..., :keys], 0.0)
-    return p @ value, torch.where(live, s.logsumexp(-1), -torch.inf)
+    return torch.where(sees, p @ value, 0.0), torch.where(live, s.logsumexp(-1), -torch.inf)
 
 
 def differentiate(
