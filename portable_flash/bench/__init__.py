@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool. Returns 0; 1 when an implementation is wrong or this library could not run a case. Bad arguments exit with 2."""
+    """Run the tool. Returns 0; 1 when this library is wrong or could not run a case. Bad arguments exit with 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     args = parser.parse_args(argv)
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--peers", help=f"comma-separated, this library is always timed (default: all present but unfused): {', '.join(PEERS)}")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU (fp16 with --hbm), fp32 on the CPU")
     parser.add_argument("--direction", type=_argument(_directions, f"are {' and '.join(DIRECTIONS)}, comma-separated"), default=DIRECTIONS, metavar="forward,backward")
-    parser.add_argument("--rounds", type=positive, default=7, help="rounds in which every implementation is timed in turn (default 7)")
+    parser.add_argument("--rounds", type=positive, default=5, help="rounds in which every implementation is timed in turn (default 5)")
     parser.add_argument("--budget-ms", type=positive, default=60, help="time for one implementation in one round, milliseconds (default 60)")
     parser.add_argument("--lengths", type=_argument(_lengths, "are whole numbers from 1, comma-separated"), help="sequence lengths for --memory")
     parser.add_argument("--device", help="torch device (default: cuda where present, else cpu)")
@@ -106,6 +106,7 @@ def _device(text: str | None) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= gpus):
         raise ValueError(f"--device {text!r}: allowed are cpu" + "".join(f", cuda:{index}" for index in range(gpus)))
     if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
     return device
 
@@ -133,7 +134,7 @@ def _mode(args: argparse.Namespace) -> Callable[[argparse.Namespace, torch.devic
 def _speed(args: argparse.Namespace, device: torch.device, argv: list[str]) -> int:
     from .machine import identity
     from .measure import Settings, measure_row
-    from .records import OK, WRONG, SpeedReport, write_json
+    from .records import OK, SpeedReport, write_json
     from .report import print_speed
     from .suite import FLOPS_CONVENTION
     from .timing import clock_for
@@ -154,8 +155,8 @@ def _speed(args: argparse.Namespace, device: torch.device, argv: list[str]) -> i
         from .plot import plot_speed
 
         plot_speed(report, args.plot)
-    outcomes = [(result.peer, outcome.status) for row in report.rows for result in row.results for outcome in result.outcomes.values()]
-    return int(any(status == WRONG or (peer == OURS and status != OK) for peer, status in outcomes))
+    ours = [outcome.status for row in report.rows for result in row.results if result.peer == OURS for outcome in result.outcomes.values()]
+    return int(any(status != OK for status in ours))
 
 
 def _memory(args: argparse.Namespace, device: torch.device, argv: list[str]) -> int:
@@ -207,7 +208,7 @@ def _host(args: argparse.Namespace, device: torch.device, argv: list[str]) -> in
     from .report import print_host
 
     dtype_name = args.dtype or "bf16"
-    report = HostReport(dtype_name, args.shape[0] if args.shape else CASE, CALLS, identity(device, argv))
+    report = HostReport(dtype_name, args.shape[0] if args.shape else CASE, CALLS[device.type], identity(device, argv))
     measure_host(report, DTYPES[dtype_name], device)
     print_host(report)
     if args.out:

@@ -59,7 +59,7 @@ class Checker:
         rows = rows_that_fit(case, inputs[0].device)
         corners = {(0, 0), (case.batch - 1, case.heads_k - 1)}
         self._cuts = [self._prepare(Cut(batch, head, case.group, rows), case, inputs, with_gradients) for batch, head in sorted(corners)]
-        self._witness: tuple[str, dict[str, Tensor]] | None = None
+        self._witness: dict[str, tuple[str, Tensor]] = {}  # tensor name -> SDPA backend and its full-size result
 
     @staticmethod
     def _prepare(cut: Cut, case: Case, inputs: tuple[Tensor, Tensor, Tensor, Tensor], with_gradients: bool) -> Cut:
@@ -86,32 +86,37 @@ class Checker:
                 errors[key] = finite(max(verdict.ratio, errors.get(key) or 0.0))
         reasons = [str(verdict) for verdict in verdicts if not verdict.ok]
         status = OK if not reasons else WRONG if any(verdict.status == "fail" for verdict in verdicts) else UNVERIFIED
-        if status == OK and self._witness is not None:
-            reasons = self._compare_with_witness(found, errors)
+        if status == OK:
+            reasons = self._compare_with_witness(peer, found, errors)
             status = WRONG if reasons else OK
-        elif status == OK and peer.startswith("sdpa"):
-            self._witness = (peer, found) if "query" in found or self._witness is None else self._witness
+        if status == OK and peer.startswith("sdpa"):
+            for name, tensor in found.items():
+                self._witness.setdefault(name, (peer, tensor))
         return Outcome(status, "; ".join(reasons), errors)
 
-    def _compare_with_witness(self, found: dict[str, Tensor], errors: dict[str, float | None]) -> list[str]:
-        """Relative norm of the difference to SDPA's result, which the cut has shown to be right where it looked.
+    def _compare_with_witness(self, peer: str, found: dict[str, Tensor], errors: dict[str, float | None]) -> list[str]:
+        """Relative norm of the difference to SDPA's result, which the cuts have shown to be right where they are.
 
         Each of the two may be limits.rms_ratio times as far from the truth as unfused PyTorch is, so that they may be
         twice that apart, plus the rounding of both.
         """
         reasons = []
-        name_of_witness, witness = self._witness or ("", {})
-        for name in found.keys() & witness.keys():
-            distance = relative_norm(found[name], witness[name])
-            errors[f"{name}_relative_to_{name_of_witness}"] = finite(distance)
-            limit = 2 * limits_of(name).rms_ratio * self._lowprec_error(name) + torch.finfo(found[name].dtype).eps / 2
+        for name, tensor in found.items():
+            witness, expected = self._witness.get(name, (peer, tensor))
+            if witness == peer:
+                continue
+            distance = relative_norm(tensor, expected)
+            errors[f"{name}_relative_to_{witness}"] = finite(distance)
+            limit = 2 * limits_of(name).rms_ratio * self._lowprec_error(name) + torch.finfo(tensor.dtype).eps / 2
             if not distance <= limit:
-                reasons.append(f"{name}: {distance:.3g} from {name_of_witness}'s at full size by relative norm, limit {limit:.3g}")
+                reasons.append(f"{name}: {distance:.3g} from {witness}'s at full size by relative norm, limit {limit:.3g}")
         return reasons
 
     def _lowprec_error(self, name: str) -> float:
-        """Relative error of unfused PyTorch on the cuts; of the query's gradient where the cut has none of key and value."""
-        return max(relative_norm(cut.lowprec.get(name, cut.lowprec["query"]), cut.expected.get(name, cut.expected["query"])) for cut in self._cuts)
+        """Relative error of unfused PyTorch on the cuts; of the query's gradient where they have none of key and value."""
+        return max(
+            relative_norm(cut.lowprec[known], cut.expected[known]) for cut in self._cuts for known in (name if name in cut.expected else "query",)
+        )
 
 
 def relative_norm(actual: Tensor, expected: Tensor) -> float:

@@ -111,7 +111,7 @@ def _profile_child(name: str, case: Case, dtype_name: str, device: torch.device)
             *(sys.executable, "-m", "portable_flash.bench", "--hbm-worker", name, "--dtype", dtype_name, "--device", str(device)),
             *("--shape", shape_text(case)),
         ]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         child = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S, env=environment)
         lines = log.read_text().splitlines() if log.exists() else []
     if child.returncode != 0:
@@ -130,6 +130,7 @@ def sum_metrics(lines: Iterable[str]) -> tuple[int, int]:
 
     Raises ValueError when a value is missing ("n/a") or nothing was counted: an unread counter is no zero.
     """
+    lines = list(lines)
     table = [line for line in lines if line.startswith('"')]
     total, launches = 0.0, set()
     for row in csv.DictReader(table):
@@ -142,7 +143,8 @@ def sum_metrics(lines: Iterable[str]) -> tuple[int, int]:
             raise ValueError(f"ncu: {row['Metric Name']} of {row['Kernel Name']} is {value!r} {unit!r}, expected a number of bytes") from None
         launches.add((row["Process ID"], row["ID"]))
     if not launches:
-        raise ValueError("ncu counted no kernel")
+        said = [line.strip() for line in lines if "==ERROR==" in line]
+        raise ValueError(f"ncu counted no kernel{': ' + said[-1] if said else ''}")
     return round(total), len(launches)
 
 

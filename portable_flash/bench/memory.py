@@ -128,6 +128,7 @@ def measure_point(peer: str, case: Case, dtype: torch.dtype, device: torch.devic
             point.extra_bytes = peak_extra_bytes(lambda: forward_backward(built.call, *inputs), device)
     except torch.OutOfMemoryError as error:
         point.reason = f"out of memory: {first_line(error)}"
+    if point.reason and device.type == "cuda":  # outside of except: there the traceback keeps the tensors alive
         torch.cuda.empty_cache()
     return point
 

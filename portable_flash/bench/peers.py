@@ -59,8 +59,9 @@ class Peer:
 
 
 def first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]
+    """The first line of a message; the second too where the first only announces it (compilers do)."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:300]
 
 
 # ---------------------------------------------------------------------- this library

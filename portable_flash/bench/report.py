@@ -133,10 +133,9 @@ def print_hbm(report: HbmReport) -> None:
         [name, gigabytes(report.measured_bytes, name), less(report.measured_bytes, name), gigabytes(report.predicted_bytes, name), less(report.predicted_bytes, name)]
         for name in names
     ]
-    title = (
-        f"HBM bytes of forward + backward: {report.case.name}, {report.dtype}; measured on {report.identity['device']['name']} "
-        f"with empty caches before each kernel, predicted for {report.predicted_for}"
-    )
+    title = f"HBM bytes of forward + backward: {report.case.name}, {report.dtype}; predicted for {report.predicted_for}"
+    if report.measured_bytes:
+        title += f", measured on {report.identity['device']['name']} with empty caches before each kernel"
     notes = [f"{name}: not measured, {reason}" for name, reason in report.not_measured.items()]
     print_table(title, ["", "measured GB", "fewer than unfused", "predicted GB", "fewer than unfused"], rows, notes)
 
