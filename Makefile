@@ -14,7 +14,7 @@ PYTEST ?= -n 2 tests
 
 # Where a torch that already works with this machine's GPU is installed; empty if there is none. Such a torch (and the
 # triton that came with it, which for ROCm is a build of its own) is used as it is and never replaced.
-GPU_TORCH = $(PYTHON) -c "import os, torch; torch.zeros(1, device='cuda'); print(os.path.dirname(os.path.dirname(torch.__file__)))" 2>/dev/null
+GPU_TORCH = $(PYTHON) -c "import pathlib, torch; torch.zeros(1, device='cuda'); print(pathlib.Path(torch.__file__).parents[1])" 2>/dev/null
 # The folder of the environment's own packages.
 SITE = $(VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check

