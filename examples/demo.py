@@ -98,8 +98,7 @@ def main() -> int:
     for name, seconds in measure(models, batch).items():
         console.print(f"{name:>16} {seconds * 1e3:8.2f} ms", highlight=False)
     console.print(
-        f"At {columns} tokens attention is a small part of this model: these times say that nothing is in the way, not how fast "
-        "a kernel is. tools/bench says that.",
+        f"At {columns} tokens attention is a small part of this model, so these times are no measure of a kernel; tools/bench is.",
         highlight=False,
     )
     console.rule(style="default")
