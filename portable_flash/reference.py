@@ -93,7 +93,10 @@ def _softmax_attention(
     live = (s > -torch.inf).any(-1)
     s = torch.where(live[..., None], s, 0.0)
     p = torch.where(visible, s.softmax(-1)[..., :keys], 0.0)
-    return torch.where(sees, p @ value, 0.0), torch.where(live, s.logsumexp(-1), -torch.inf)
+    # The gradient of torch.logsumexp is exp(s - lse), which forgets the sum where |lse| is huge: it is a shift here only.
+    m = s.detach().logsumexp(-1, keepdim=True)
+    lse = m[..., 0] + (s - m).exp().sum(-1).log()
+    return torch.where(sees, p @ value, 0.0), torch.where(live, lse, -torch.inf)
 
 
 def differentiate(
@@ -106,9 +109,11 @@ def differentiate(
             tensor = getattr(inputs, name).detach()
             leaves[name] = tensor.to(dtype if dtype == torch.float64 else tensor.dtype, copy=True).requires_grad_()
         out, lse = attend(replace(inputs, **leaves), problem, dtype)
-        weights = [grad_out.to(out.dtype), torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)]
-        grads = torch.autograd.grad([out, lse], list(leaves.values()), weights, allow_unused=True, materialize_grads=True) if leaves else ()
-    return out.detach(), lse.detach(), Gradients(**dict(zip(leaves, grads, strict=True)))
+        weights = {out: grad_out.to(out.dtype), lse: torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)}
+        weights = {output: weight for output, weight in weights.items() if output.requires_grad}
+        wanted = list(leaves.values()) if weights else []
+        grads = torch.autograd.grad(list(weights), wanted, list(weights.values()), allow_unused=True, materialize_grads=True) if wanted else ()
+    return out.detach(), lse.detach(), Gradients(**dict(zip(leaves, grads or [torch.zeros_like(t) for t in leaves.values()], strict=True)))
 
 
 # ---------------------------------------------------------------- tolerances
@@ -122,7 +127,7 @@ class Limits:
     rms_ratio: of the root mean square error over each tile of 1024 consecutive elements, which sees what the largest
         error of a whole tensor hides: bfloat16 outputs with one tile 1% off fail by it alone. Fused kernels round less
         often than unfused PyTorch, so that right ones measure below 1. Floor: the RMS of one more rounding, eps / 4.
-    Both floors add one rounding error in the accumulation dtype of the largest summand (see `summands`), since sums that
+    Both floors add one rounding error in the accumulation dtype of the largest summand (see `_summands`), since sums that
     cancel to 0 may come out as exactly 0 in one order of summation and not in another.
     """
 
@@ -133,6 +138,7 @@ class Limits:
 OUTPUT = Limits(max_ratio=2.0, rms_ratio=1.25)
 GRADIENT = Limits(max_ratio=3.0, rms_ratio=1.25)
 TILE = 1024
+MOST_LOST_TO_LSE = 100.0  # |lse| up to which a gradient may carry the rounding error of lse; beyond, a backend must do better
 UNUSABLE_REFERENCE = 0.1  # relative Frobenius error of the yardstick itself; beyond it no verdict (torchtitan's verifier)
 
 
@@ -255,7 +261,7 @@ def compare_call(
 
     results = _by_name(out, lse, grads or Gradients())
     dtypes = {"out": narrow, "lse": wide} | {f"grad_{n}": getattr(inputs, n).dtype for n in names}
-    summands = _summands(inputs, grad_out, to(grad_lse))
+    summands = _summands(inputs, expected["lse"], grad_out, to(grad_lse))
     return [
         _typed(check(n, results[n], expected[n], lowprec[n], GRADIENT if n.startswith("grad") else OUTPUT, summands[n]), results[n], dtypes[n])
         for n in dtypes
@@ -270,21 +276,28 @@ def _typed(verdict: Verdict, actual: Tensor, dtype: torch.dtype) -> Verdict:
     return verdict if actual.dtype == dtype else Verdict(verdict.name, "fail", f"dtype {actual.dtype}, expected {dtype}")
 
 
-def _summands(inputs: Inputs, grad_out: Tensor, grad_lse: Tensor | None) -> dict[str, float]:
-    """Magnitude of the largest summand of an element of each result, from the largest finite elements of the inputs."""
+def _summands(inputs: Inputs, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> dict[str, float]:
+    """Size of the largest summand of an element of each result, from the largest finite elements of the inputs.
+
+    P = exp(S - lse) has the rounding error of lse, relative to P; sums over whole broadcast sizes of a bias, or over the
+    rows of a sink, gather rounding errors as a random walk does.
+    """
 
     def largest(tensor: Tensor | None) -> float:
         return 0.0 if tensor is None or not tensor.numel() else tensor.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
 
     q, k, v, g = (largest(t) for t in (inputs.query, inputs.key, inputs.value, grad_out))
     score = abs(inputs.scale) * q * k * inputs.query.shape[-1] ** 0.5
-    grad_score = g * v * inputs.value.shape[-1] ** 0.5 + largest(grad_lse)
+    p = min(max(1.0, largest(lse)), MOST_LOST_TO_LSE)
+    grad_score = p * (g * v * inputs.value.shape[-1] ** 0.5 + largest(grad_lse))
+    terms = lambda tensor, count: 1.0 if tensor is None else math.sqrt(count / max(1, tensor.numel()))
+    keys = inputs.key.shape[0 if inputs.key.dim() == 3 else 2 if inputs.layout == "bhsd" else 1]
     return {
         "out": v,
         "lse": max(1.0, score),
         "grad_query": abs(inputs.scale) * grad_score * k,
         "grad_key": abs(inputs.scale) * grad_score * q,
-        "grad_value": g,
-        "grad_bias": grad_score,
-        "grad_sinks": grad_score,
+        "grad_value": p * g,
+        "grad_bias": grad_score * terms(inputs.bias, lse.numel() * keys),
+        "grad_sinks": grad_score * terms(inputs.sinks, lse.numel()),
     }

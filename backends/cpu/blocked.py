@@ -127,6 +127,7 @@ def prepared(call: Call, grad_out: torch.Tensor | None = None) -> tuple[Call, to
         grad_p * abs(call.scale) * k * keys, grad_p * abs(call.scale) * q * rows,
     )  # fmt: skip
     fits = logit + distance + sink < 1 / torch.finfo(torch.float32).eps and all(p < LARGE_PRODUCT for p in products)
+    fits = fits and (call.factor == 0.0 or abs(call.factor) > 1 / LARGE_PRODUCT)
     return call, grad_out, torch.float32 if fits else torch.float64
 
 
@@ -286,7 +287,7 @@ class Chunk:
 
     def sink(self, rows: slice) -> torch.Tensor:
         """Sinks of the rows of a block (n, R, 1), in units of `unit`."""
-        sink = self.per_head(self.call.sinks[None]).mul_(self.unit)
+        sink = self.per_head(self.call.sinks[None]) * self.unit
         return sink.expand(*self.sizes, rows.stop - rows.start, 1).reshape(self.n, -1, 1)
 
     def differentiate(
