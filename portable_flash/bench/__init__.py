@@ -76,17 +76,19 @@ def _parser() -> argparse.ArgumentParser:
     positive = _argument(_positive, "are whole numbers from 1")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--memory", action="store_true", help="peak memory of forward + backward against sequence length")
-    mode.add_argument("--hbm", action="store_true", help="HBM bytes of forward + backward, read with ncu where it is present, beside predictions")
+    mode.add_argument("--hbm", action="store_true", help="HBM bytes of forward + backward: predicted, and read with ncu if present")
     mode.add_argument("--host", action="store_true", help="host time of one eager call at B1 H8 S128 D64")
     mode.add_argument("--hbm-worker", choices=PEERS, help=argparse.SUPPRESS)
     parser.add_argument("--suite", choices=SUITES, help="shapes to time (default: peers on a GPU, cpu on the CPU)")
-    parser.add_argument("--shape", type=_shape, action="append", metavar=SHAPE_FORM, help="time this shape instead of a suite; may be repeated")
-    parser.add_argument("--peers", help=f"comma-separated, this library is always timed (default: all present but unfused): {', '.join(PEERS)}")
+    parser.add_argument("--shape", type=_shape, action="append", metavar=SHAPE_FORM, help="instead of a suite; may be repeated")
+    parser.add_argument("--peers", help=f"comma-separated, beside this library (default: all present but unfused): {', '.join(PEERS)}")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU (fp16 with --hbm), fp32 on the CPU")
-    parser.add_argument("--direction", type=_argument(_directions, f"are {' and '.join(DIRECTIONS)}, comma-separated"), default=DIRECTIONS, metavar="forward,backward")
-    parser.add_argument("--rounds", type=positive, default=5, help="rounds in which every implementation is timed in turn (default 5)")
-    parser.add_argument("--budget-ms", type=positive, default=60, help="time for one implementation in one round, milliseconds (default 60)")
-    parser.add_argument("--lengths", type=_argument(_lengths, "are whole numbers from 1, comma-separated"), help="sequence lengths for --memory")
+    directions = _argument(_directions, f"are {' and '.join(DIRECTIONS)}, comma-separated")
+    parser.add_argument("--direction", type=directions, default=DIRECTIONS, metavar="forward,backward", help="default: both")
+    parser.add_argument("--rounds", type=positive, help="rounds in which every implementation is timed in turn (default: 5, on the CPU 3)")
+    parser.add_argument("--budget-ms", type=positive, default=60, help="milliseconds for one implementation in one round (default 60)")
+    lengths = _argument(_lengths, "are whole numbers from 1, comma-separated")
+    parser.add_argument("--lengths", type=lengths, help="sequence lengths for --memory")
     parser.add_argument("--device", help="torch device (default: cuda where present, else cpu)")
     parser.add_argument("--out", metavar="FILE.json", help="write the results")
     parser.add_argument("--plot", metavar="FILE.png", help="write a figure (timing and --memory)")
@@ -143,7 +145,8 @@ def _speed(args: argparse.Namespace, device: torch.device, argv: list[str]) -> i
     peers, absent = chosen(names, device)
     cases = args.shape or SUITES[args.suite or ("peers" if device.type == "cuda" else "cpu")]
     dtype_name = _dtype_name(args, device)
-    settings = Settings(DTYPES[dtype_name], device, args.direction, args.rounds, args.budget_ms * 1e-3)
+    rounds = args.rounds or (5 if device.type == "cuda" else 3)
+    settings = Settings(DTYPES[dtype_name], device, args.direction, rounds, args.budget_ms * 1e-3)
     report = SpeedReport(dtype_name, list(args.direction), FLOPS_CONVENTION, absent, identity(device, argv))
     for number, case in enumerate(cases, 1):
         print(f"[{number}/{len(cases)}] {case.name}", file=sys.stderr, flush=True)
@@ -165,7 +168,8 @@ def _memory(args: argparse.Namespace, device: torch.device, argv: list[str]) -> 
     from .records import write_json
     from .report import print_memory
 
-    case = args.shape[0] if args.shape else Case(1, 16, 16, 1, 1, 64, 64)
+    heads = 16 if device.type == "cuda" else 4
+    case = args.shape[0] if args.shape else Case(1, heads, heads, 1, 1, 64, 64)
     dtype_name = _dtype_name(args, device)
     report = MemoryReport(dtype_name, case.batch, case.heads_q, case.head_dim, case.causal, identity(device, argv))
     measure_growth(report, args.lengths or LENGTHS[device.type], DTYPES[dtype_name], device)

@@ -17,7 +17,7 @@ from ..backends import Inputs
 from ..device import detect
 from ..reference import GRADIENT, OUTPUT, Limits, Verdict, check, differentiate
 from .records import OK, UNVERIFIED, WRONG, Outcome
-from .suite import Case
+from .suite import CallInputs, Case
 
 CPU_SCORES = 1 << 23  # elements of S that the oracle may take on the CPU: it computes them in seconds
 BYTES_A_SCORE = 256  # on a GPU: S and its kin in float64, with the graph of their gradients
@@ -55,14 +55,14 @@ def rows_that_fit(case: Case, device: torch.device) -> int:
 class Checker:
     """Judges every implementation of one case on the same inputs: (query, key, value, grad_out)."""
 
-    def __init__(self, case: Case, inputs: tuple[Tensor, Tensor, Tensor, Tensor], with_gradients: bool):
+    def __init__(self, case: Case, inputs: CallInputs, with_gradients: bool):
         rows = rows_that_fit(case, inputs[0].device)
         corners = {(0, 0), (case.batch - 1, case.heads_k - 1)}
         self._cuts = [self._prepare(Cut(batch, head, case.group, rows), case, inputs, with_gradients) for batch, head in sorted(corners)]
         self._witness: dict[str, tuple[str, Tensor]] = {}  # tensor name -> SDPA backend and its full-size result
 
     @staticmethod
-    def _prepare(cut: Cut, case: Case, inputs: tuple[Tensor, Tensor, Tensor, Tensor], with_gradients: bool) -> Cut:
+    def _prepare(cut: Cut, case: Case, inputs: CallInputs, with_gradients: bool) -> Cut:
         query, key, value = (cut.of(name, tensor.detach()) for name, tensor in zip(("query", "key", "value"), inputs, strict=False))
         part = Inputs(query, key, value, scale=case.head_dim**-0.5)
         problem = replace(case.problem(query.dtype), batch=1, heads_q=cut.group, heads_k=1, seqlen_q=cut.rows)
@@ -114,9 +114,8 @@ class Checker:
 
     def _lowprec_error(self, name: str) -> float:
         """Relative error of unfused PyTorch on the cuts; of the query's gradient where they have none of key and value."""
-        return max(
-            relative_norm(cut.lowprec[known], cut.expected[known]) for cut in self._cuts for known in (name if name in cut.expected else "query",)
-        )
+        known = name if all(name in cut.expected for cut in self._cuts) else "query"
+        return max(relative_norm(cut.lowprec[known], cut.expected[known]) for cut in self._cuts)
 
 
 def relative_norm(actual: Tensor, expected: Tensor) -> float:

@@ -140,7 +140,7 @@ def sum_metrics(lines: Iterable[str]) -> tuple[int, int]:
         try:
             total += float(value) * _UNITS[unit]
         except (ValueError, KeyError):
-            raise ValueError(f"ncu: {row['Metric Name']} of {row['Kernel Name']} is {value!r} {unit!r}, expected a number of bytes") from None
+            raise ValueError(f"ncu: {row['Metric Name']} of {row['Kernel Name']} is {value!r} {unit!r}, expected bytes") from None
         launches.add((row["Process ID"], row["ID"]))
     if not launches:
         said = [line.strip() for line in lines if "==ERROR==" in line]

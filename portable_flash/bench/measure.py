@@ -9,19 +9,17 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from ..device import detect
 from .checks import Checker
 from .memory import forward_backward, peak_extra_bytes
 from .peers import OURS, Built, Peer, Refused, first_line
 from .records import OK, REFUSED, Outcome, Result, Row
-from .suite import Case, make_inputs
+from .suite import CallInputs, Case, make_inputs
 from .timing import Clock, Run, Samples, interleave
 
 BASELINES = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math")  # the first that runs
 MAX_INPUT_SETS = 8
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,8 @@ def measure_row(case: Case, peers: list[Peer], settings: Settings, clock: Clock)
         if built is not None:
             ready[peer.name] = built
     del checker  # its references and SDPA's results take memory that the timed calls may need
-    baseline = next((name for name in BASELINES if name in ready and all(_is_ok(results[name], direction) for direction in settings.directions)), None)
+    usable = [name for name in BASELINES if name in ready and all(_is_ok(results[name], direction) for direction in settings.directions)]
+    baseline = usable[0] if usable else None
     for direction in settings.directions:
         right = {name: built for name, built in ready.items() if _is_ok(results[name], direction)}
         samples = _time(direction, right, results, sets, settings, clock)
@@ -63,7 +62,7 @@ def measure_row(case: Case, peers: list[Peer], settings: Settings, clock: Clock)
 
 
 # ---------------------------------------------------------------------- correct first
-def _check(peer: Peer, case: Case, inputs: Inputs, checker: Checker, settings: Settings) -> tuple[Result, Built | None]:
+def _check(peer: Peer, case: Case, inputs: CallInputs, checker: Checker, settings: Settings) -> tuple[Result, Built | None]:
     """Outcomes without times, and the implementation if at least its forward is right."""
     result = Result(peer.name, peer.label)
     with _refusal_as_outcome(result, ("forward", *settings.directions)):
@@ -109,7 +108,7 @@ def _is_ok(result: Result, direction: str) -> bool:
     return result.outcomes[direction].status == OK
 
 
-def poison(inputs: Inputs) -> None:
+def poison(inputs: CallInputs) -> None:
     """Fill freed memory of the results' sizes with NaN, so that an element nobody writes does not look right by luck."""
     poisoned = [torch.full_like(tensor, torch.nan, requires_grad=False) for tensor in inputs]
     del poisoned  # all at once: one after the other they would share a block
@@ -123,7 +122,7 @@ def release_memory() -> None:
 
 # ---------------------------------------------------------------------- then time
 def _time(
-    direction: str, ready: dict[str, Built], results: dict[str, Result], sets: list[Inputs], settings: Settings, clock: Clock
+    direction: str, ready: dict[str, Built], results: dict[str, Result], sets: list[CallInputs], settings: Settings, clock: Clock
 ) -> dict[str, Samples]:
     """Interleave all that are right. Each fitted into memory alone; one that does not beside the others is refused."""
     prepare = forward_run if direction == "forward" else backward_run
@@ -143,7 +142,7 @@ def _time(
     return interleave(runs, clock, settings.rounds, settings.budget_s)
 
 
-def forward_run(built: Built, sets: list[Inputs]) -> Run:
+def forward_run(built: Built, sets: list[CallInputs]) -> Run:
     """Inference: no graph is kept."""
 
     @contextlib.contextmanager
@@ -158,7 +157,7 @@ def forward_run(built: Built, sets: list[Inputs]) -> Run:
     return Run(step, context)
 
 
-def backward_run(built: Built, sets: list[Inputs]) -> Run:
+def backward_run(built: Built, sets: list[CallInputs]) -> Run:
     """The backward pass alone: outputs are computed once and their graphs kept."""
     with built.context():
         outs = [built.call(query, key, value) for query, key, value, _ in sets]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from .peers import OURS, PEERS, first_line
+from .peers import OURS, PEERS, Call, first_line
 from .records import SCHEMA
 from .suite import Case, make_inputs
 
@@ -102,7 +102,7 @@ class MemoryReport:
     kind: str = "memory"
 
 
-def forward_backward(call: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
+def forward_backward(call: Call, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
     """Output and the gradients of query, key and value."""
     out = call(query, key, value)
     return out.detach(), *torch.autograd.grad(out, (query, key, value), grad_out)

@@ -154,8 +154,8 @@ def _build_flex(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Built:
             return q_idx + offset >= kv_idx
 
         block_mask = create_block_mask(visible, None, None, case.seqlen_q, case.seqlen_k, device=str(query.device))
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return Built(functools.partial(compiled, block_mask=block_mask, enable_gqa=case.group > 1), note="torch.compile; block mask made outside the timed region")
+    call = functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=block_mask, enable_gqa=case.group > 1)
+    return Built(call, note="torch.compile; block mask made outside the timed region")
 
 
 # ---------------------------------------------------------------------- the flash_attn packages

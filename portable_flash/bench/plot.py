@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .memory import MemoryReport
+from .peers import PEERS
 from .records import SpeedReport
 
 if TYPE_CHECKING:
@@ -34,24 +35,25 @@ def plot_speed(report: SpeedReport, path: str | Path) -> None:
     labels = {result.peer: result.label for row in report.rows for result in row.results}
     head_dims = sorted({row.case.head_dim for row in report.rows})
     rows, columns = len(report.directions), len(head_dims)
-    figure, axes = plt.subplots(rows, columns, figsize=(1.5 + 3.8 * columns, 1.2 + 3.2 * rows), squeeze=False, sharex="col", layout="constrained")
+    size = (1.5 + 3.8 * columns, 1.2 + 3.2 * rows)  # inches
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, sharex="col", sharey="row", layout="constrained")
     handles: dict[str, Any] = {}
-    for row, direction in enumerate(report.directions):
-        for column, head_dim in enumerate(head_dims):
-            panel = axes[row][column]
+    for panels, direction in zip(axes, report.directions, strict=True):
+        for panel, head_dim in zip(panels, head_dims, strict=True):
             for style, (peer, label) in enumerate(labels.items()):
                 for causal in (False, True):
                     points = _points(report, peer, direction, head_dim, causal)
                     if points:
                         line = _draw(panel, points, style, causal)
                         handles.setdefault(label + (", causal" if causal else ""), line)
-            _dress(panel, f"{direction}, head_dim {head_dim}", [case.case.seqlen_k for case in report.rows if case.case.head_dim == head_dim])
+            _dress(panel, f"{direction}, head_dim {head_dim}", [row.case.seqlen_k for row in report.rows if row.case.head_dim == head_dim])
             panel.set_ylim(bottom=0)
     for panel in axes[-1]:
         panel.set_xlabel("sequence length")
     for panels in axes:
         panels[0].set_ylabel("TFLOP/s")
-    figure.suptitle(f"Attention on {report.identity['device']['name']}, {report.dtype}; bars: p20 to p80 of rounds\n{report.flops_convention}", fontsize=10)
+    title = f"Attention on {report.identity['device']['name']}, {report.dtype}; bars: p20 to p80 of rounds\n{report.flops_convention}"
+    figure.suptitle(title, fontsize=10)
     if handles:
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)), frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
@@ -105,12 +107,14 @@ def plot_memory(report: MemoryReport, path: str | Path) -> None:
     plt = pyplot()
     figure, panel = plt.subplots(figsize=(6, 4.5), layout="constrained")
     for style, peer in enumerate(dict.fromkeys(point.peer for point in report.points)):
-        points = [(point.seqlen, point.extra_bytes / 1e6) for point in report.points if point.peer == peer and point.extra_bytes is not None]
+        own = [point for point in report.points if point.peer == peer]
+        points = [(point.seqlen, point.extra_bytes / 1e6) for point in own if point.extra_bytes is not None]
         if points:
-            panel.plot(*zip(*points, strict=True), color=COLOURS[style], marker=MARKERS[style], linewidth=1.6, label=peer)
+            panel.plot(*zip(*points, strict=True), color=COLOURS[style], marker=MARKERS[style], linewidth=1.6, label=PEERS[peer].label)
     results = sorted({(point.seqlen, point.results_bytes / 1e6) for point in report.points})
     panel.plot(*zip(*results, strict=True), color="#999999", linestyle=":", label="output and gradients alone")
-    _dress(panel, f"B{report.batch} H{report.heads} D{report.head_dim} {report.dtype}, {report.identity['device']['name']}", [n for n, _ in results])
+    title = f"B{report.batch} H{report.heads} D{report.head_dim} {report.dtype}, {report.identity['device']['name']}"
+    _dress(panel, title, [seqlen for seqlen, _ in results])
     panel.set_yscale("log")
     panel.set_xlabel("sequence length")
     panel.set_ylabel("peak memory of forward + backward\nbeyond the inputs, MB")

@@ -77,7 +77,10 @@ def speed_report_from_dict(data: dict[str, Any]) -> SpeedReport:
         raise ValueError(f"kind={data.get('kind')!r}, schema={data.get('schema')!r}: allowed are kind='speed', schema={SCHEMA}")
     rows = []
     for row in data["rows"]:
-        results = [Result(**{**result, "outcomes": {name: Outcome(**outcome) for name, outcome in result["outcomes"].items()}}) for result in row["results"]]
+        results = []
+        for result in row["results"]:
+            outcomes = {direction: Outcome(**outcome) for direction, outcome in result["outcomes"].items()}
+            results.append(Result(**{**result, "outcomes": outcomes}))
         rows.append(Row(**{**row, "case": Case(**row["case"]), "results": results}))
     return SpeedReport(**{**data, "rows": rows})
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from .hbm import HbmReport
-from .host import HostReport
+from .host import BATCHES, HostReport
 from .memory import MemoryReport
 from .records import OK, REFUSED, Outcome, Row, SpeedReport
 
@@ -16,27 +15,27 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     try:
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
     except ImportError:
         print(plain_table(title, header, rows, notes))
         return
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(header_style="bold")
     for index, name in enumerate(header):
         table.add_column(name, justify="right" if index else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*(f"[bold red]{cell}[/]" if cell == "WRONG" else cell for cell in row))
+        table.add_row(*(Text(cell, style="bold red" if cell == "WRONG" else "") for cell in row))
     console = Console()
     needed = console.measure(table, options=console.options.update(max_width=1000)).maximum
     console.width = max(console.width, needed)  # squeezed into 80 columns it would lose figures
-    console.print(table)
-    for note in notes:
-        console.print(note, markup=False, highlight=False)
+    for line in (title, table, *notes):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> str:
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     lines = [title]
-    for row in (header, *rows):
-        lines.append("  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths, strict=True))))
+    for first, *figures in (header, *rows):
+        lines.append("  ".join([first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(figures, widths[1:], strict=True))]))
     return "\n".join([*lines, *notes])
 
 
@@ -46,8 +45,8 @@ def print_speed(report: SpeedReport) -> None:
     labels = {result.peer: result.label for row in report.rows for result in row.results}
     for direction in report.directions:
         rows = [[row.case.name, *(speed_cell(_outcome(row, peer, direction)) for peer in labels)] for row in report.rows]
-        title = f"{direction}, {report.dtype}, {machine}: TFLOP/s, median (p20-p80) of rounds, speed over {_baseline(report, labels)}\n{report.flops_convention}"
-        print_table(title, ["case", *labels.values()], rows)
+        title = f"{direction}, {report.dtype}, {machine}: TFLOP/s, median (p20-p80) of rounds, speed over {_baseline(report, labels)}"
+        print_table(f"{title}\n{report.flops_convention}", ["case", *labels.values()], rows)
     rows = [[row.case.name, *(_memory_cell(row, peer) for peer in labels)] for row in report.rows]
     print_table("peak memory of forward + backward beyond the inputs, MB", ["case", *labels.values()], rows, speed_notes(report))
 
@@ -123,16 +122,11 @@ def print_memory(report: MemoryReport) -> None:
 def print_hbm(report: HbmReport) -> None:
     names = list(dict.fromkeys([*report.predicted_bytes, *report.measured_bytes]))
 
-    def less(values: dict[str, int], name: str) -> str:
-        return f"{values['unfused'] / values[name]:.1f}x" if name in values and "unfused" in values else "-"
+    def cells(values: dict[str, int], name: str) -> tuple[str, str]:
+        gigabytes = f"{values[name] / 1e9:.2f}" if name in values else "-"
+        return gigabytes, f"{values['unfused'] / values[name]:.1f}x" if name in values and "unfused" in values else "-"
 
-    def gigabytes(values: dict[str, int], name: str) -> str:
-        return f"{values[name] / 1e9:.2f}" if name in values else "-"
-
-    rows = [
-        [name, gigabytes(report.measured_bytes, name), less(report.measured_bytes, name), gigabytes(report.predicted_bytes, name), less(report.predicted_bytes, name)]
-        for name in names
-    ]
+    rows = [[name, *cells(report.measured_bytes, name), *cells(report.predicted_bytes, name)] for name in names]
     title = f"HBM bytes of forward + backward: {report.case.name}, {report.dtype}; predicted for {report.predicted_for}"
     if report.measured_bytes:
         title += f", measured on {report.identity['device']['name']} with empty caches before each kernel"
@@ -141,9 +135,9 @@ def print_hbm(report: HbmReport) -> None:
 
 
 def print_host(report: HostReport) -> None:
-    rows: list[list[Any]] = [
-        [mode.replace("_", " "), f"{times['ours']:.1f}", f"{times['sdpa']:.1f}", f"{report.ratio[mode]:.2f}x"] for mode, times in report.microseconds.items()
-    ]
+    rows = []
+    for mode, times in report.microseconds.items():
+        rows.append([mode.replace("_", " "), f"{times['ours']:.1f}", f"{times['sdpa']:.1f}", f"{report.ratio[mode]:.2f}x"])
     what = "host time" if report.identity["device"]["vendor"] != "cpu" else "whole time (a CPU call returns when it is done)"
-    title = f"{what} of one eager forward call, microseconds: {report.case.name}, {report.dtype}; best of 5 batches of {report.calls_per_batch}"
-    print_table(title, ["", "ours", "SDPA", "ours / SDPA"], rows)
+    title = f"{what} of one eager forward call, microseconds: {report.case.name}, {report.dtype}"
+    print_table(f"{title}; best of {BATCHES} batches of {report.calls_per_batch}", ["", "ours", "SDPA", "ours / SDPA"], rows)

@@ -11,6 +11,7 @@ from ..problem import Problem
 DIRECTIONS = ("forward", "backward")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 FLOPS_CONVENTION = "FLOPs: 4*B*H*S*S*D forward, 2.5x that backward, half for causal"
+CallInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # query, key, value, grad_out
 SHAPE_FORM = "B,Hq,Hk,Sq,Sk,D[,Dv][,causal]"
 
 
@@ -76,7 +77,7 @@ SUITES: dict[str, list[Case]] = {
         *_both(4, 32, 8, 4096, 128),
     ],
     "quick": [*_both(8, 32, 32, 2048, 64), *_both(8, 16, 16, 2048, 128), *_both(4, 32, 8, 4096, 128)],
-    "cpu": [*_both(1, 8, 8, 512, 64), Case(1, 8, 2, 1024, 1024, 64, 64, causal=True), *_both(1, 8, 8, 2048, 64)],
+    "cpu": [*_both(1, 8, 8, 512, 64), Case(1, 8, 2, 1024, 1024, 64, 64, causal=True), Case(1, 8, 8, 2048, 2048, 64, 64)],
 }
 
 
@@ -94,7 +95,7 @@ def parse_shape(text: str) -> Case:
     return case
 
 
-def make_inputs(case: Case, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def make_inputs(case: Case, dtype: torch.dtype, device: torch.device, seed: int) -> CallInputs:
     """Standard normal query, key, value (leaves that need gradients) and grad_out, in layout bhsd."""
     generator = torch.Generator(device).manual_seed(seed)
 

@@ -98,6 +98,7 @@ def interleave(runs: dict[str, Run], clock: Clock, rounds: int, budget_s: float)
 def _calls_in(run: Run, clock: Clock, budget_s: float) -> int:
     """Warm up, then estimate how many calls fill the budget."""
     with run.context():
-        warm_up = WARM_UP_CALLS if clock.seconds(run.step, 1) < budget_s else 1
-        one = clock.seconds(run.step, warm_up) / warm_up
+        one = clock.seconds(run.step, 1)
+        if one < budget_s:
+            one = clock.seconds(run.step, WARM_UP_CALLS) / WARM_UP_CALLS
     return max(1, min(1000, int(budget_s / max(one, 1e-7))))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from portable_flash import bench
 from portable_flash.bench import hbm
 from portable_flash.bench.suite import Case, parse_shape
 
@@ -13,7 +14,8 @@ HEADER = (
 
 
 def line(launch, metric, unit, value):
-    return f'"{launch}","77","python3.12","host","attention_forward","1","7","(128, 1, 1)","(8, 1024, 1)","0","9.0","Command line profiler metrics","{metric}","{unit}","{value}"'
+    launched = f'"{launch}","77","python3.12","host","attention_forward","1","7","(128, 1, 1)","(8, 1024, 1)","0","9.0"'
+    return f'{launched},"Command line profiler metrics","{metric}","{unit}","{value}"'
 
 
 def test_bytes_are_summed_over_kernels_and_units():
@@ -64,10 +66,33 @@ def test_without_ncu_predictions_remain_and_the_gap_is_said(monkeypatch):
     assert report.predicted_bytes["unfused"] > report.predicted_bytes["floor"]
 
 
+def fake_ncu(folder, monkeypatch, script):
+    path = folder / "ncu"
+    path.write_text("#!/bin/sh\n" + script)
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def test_the_child_is_started_with_arguments_that_it_reads(monkeypatch, tmp_path):
+    csv = "\n".join([HEADER, line(0, "dram__bytes_read.sum", "byte", "10"), line(0, "dram__bytes_write.sum", "byte", "5")])
+    (tmp_path / "canned.csv").write_text(csv)
+    fake_ncu(
+        tmp_path,
+        monkeypatch,
+        f"""printf '%s\\n' "$@" > {tmp_path}/arguments
+        while [ "$1" != --log-file ]; do shift; done
+        cat {tmp_path}/canned.csv > "$2"
+        """,
+    )
+    case = Case(1, 4, 2, 8, 16, 32, 24, True)
+    assert hbm._profile_child("sdpa_flash", case, "fp16", torch.device("cpu")) == (15, 1)
+    arguments = (tmp_path / "arguments").read_text().splitlines()
+    assert ["--profile-from-start", "off"] == arguments[arguments.index("--profile-from-start") :][:2]
+    worker = bench._parser().parse_args(arguments[arguments.index("portable_flash.bench") + 1 :])
+    assert (worker.hbm_worker, worker.shape, worker.dtype, worker.device) == ("sdpa_flash", [case], "fp16", "cpu")
+
+
 def test_what_the_child_says_reaches_the_report(monkeypatch, tmp_path):
-    ncu = tmp_path / "ncu"
-    ncu.write_text("#!/bin/sh\necho '==ERROR== the counters are taken' >&2\nexit 9\n")
-    ncu.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    fake_ncu(tmp_path, monkeypatch, "echo '==ERROR== the counters are taken' >&2\nexit 9\n")
     with pytest.raises(RuntimeError, match="exited with 9.*counters are taken"):
         hbm._profile_child("ours", Case(1, 2, 2, 128, 128, 64, 64), "fp16", torch.device("cpu"))
