@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from .hbm import HbmReport
@@ -72,7 +73,7 @@ def speed_cell(outcome: Outcome | None) -> str:
         return "-"
     work = outcome.tflops * outcome.median_us  # slowest time is lowest speed
     ratio = f" {outcome.ratio:.2f}x" if outcome.ratio is not None else ""
-    digits = 0 if outcome.tflops >= 10 else 3
+    digits = max(0, 2 - math.floor(math.log10(outcome.tflops)))  # three that matter, from a laptop to a data centre
     return f"{outcome.tflops:.{digits}f} ({work / outcome.p80_us:.{digits}f}-{work / outcome.p20_us:.{digits}f}){ratio}"
 
 

@@ -9,7 +9,8 @@ import torch
 from portable_flash import bench
 from portable_flash.bench.host import CALLS
 from portable_flash.bench.memory import measure_point, peak_extra_bytes
-from portable_flash.bench.report import plain_table
+from portable_flash.bench.records import Outcome
+from portable_flash.bench.report import plain_table, speed_cell
 from portable_flash.bench.suite import Case
 
 CPU = torch.device("cpu")
@@ -70,3 +71,12 @@ def test_host_time(tmp_path, monkeypatch, capsys):
 def test_plain_table_is_aligned():
     lines = plain_table("title", ["case", "x"], [["a", "1.0"], ["long name", "22.0"]], ["a note"]).splitlines()
     assert lines == ["title", "case          x", "a           1.0", "long name  22.0", "a note"]
+
+
+def test_cells_show_three_digits_and_the_spread():
+    def cell(tflops, ratio):
+        return speed_cell(Outcome("ok", median_us=100.0, p20_us=80.0, p80_us=125.0, tflops=tflops, ratio=ratio))
+
+    assert cell(600.0, 1.2345) == "600 (480-750) 1.23x"
+    assert cell(0.004, None) == "0.00400 (0.00320-0.00500)"
+    assert speed_cell(Outcome("refused", "no")) == "-" and speed_cell(Outcome("wrong", "no")) == "WRONG"
