@@ -18,8 +18,8 @@ from .. import Gradients
 
 LOG2E = math.log2(math.e)
 ROWS = 256  # rows of a block of S, over all query heads of a group
-KEYS = 256  # its columns, at least
-BLOCK_ELEMENTS = 1 << 18  # elements of S for one thread at a time: 1 MiB of float32, near what its caches hold
+KEYS = 512  # its columns, at least
+BLOCK_ELEMENTS = 1 << 19  # elements of S for one thread at a time: 2 MiB of float32 stay in a last cache; fewer means more waiting for threads
 LARGE_PRODUCT = 2.0**120  # sums that stay below it cannot overflow float32
 
 

@@ -47,65 +47,20 @@ def load_lse(LSE, rows, seqlen_q):
 
 
 @triton.jit
-def probabilities(s, lse, ok, HIDES: tl.constexpr):
-    """P = exp(S - lse), at most 1 whatever the rounding of a huge lse; 0 where hidden."""
-    p = tl.exp2(tl.minimum(s - lse, 0.0))
-    if HIDES:
-        p = tl.where(ok, p, 0.0)
-    return p
+def probabilities(s, lse):
+    """P = exp(S - lse), at most 1 whatever the rounding of a huge lse; 0 where hidden (S is -inf there)."""
+    return tl.exp2(tl.minimum(s - lse, 0.0))
 
 
 @triton.jit
-def score_gradient(p, dp, delta, tanh, ok, HIDES: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+def score_gradient(p, dp, delta, tanh, ok, MAY_HIDE_NAN: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """dS before the scale: the gradient of the logits, through the cap where there is one."""
     ds = p * (dp - delta)
     if HAS_SOFTCAP:
         ds = ds * (1.0 - tanh * tanh)
-    if HIDES:  # dp of a hidden slot may be NaN
+    if MAY_HIDE_NAN:  # p is 0 where hidden, but dp may be NaN there; slots hidden by position alone were loaded as 0
         ds = tl.where(ok, ds, 0.0)
     return ds
-
-
-@triton.jit
-def _accumulate_dkv(
-    dk, dv, k, v, Q, DO, LSE, DELTA, stride_qm, stride_dom, start, end, query_lo, query_hi, b, h,
-    key_pos, seqlen_q, seqlen_k, scale, softcap, slope,
-    BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
-    diagonal, window_left, window_right,
-    MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
-):  # fmt: skip
-    """Add what the query blocks [start, end) of one query head give to dK and dV. All score tiles are (keys, queries)."""
-    HIDES: tl.constexpr = MASKED or HAS_BIAS or HAS_MASK
-    for m_start in tl.range(start, end, BLOCK_M, num_stages=NUM_STAGES):
-        m_start = tl.multiple_of(m_start, BLOCK_M)
-        rows = m_start + tl.arange(0, BLOCK_M)
-        query_pos = rows[None, :]
-        q = load_rows(Q, stride_qm, m_start, query_lo, query_hi, b, h, BLOCK_M, BLOCK_D, HEAD_DIM, True, TMA)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        lse = load_lse(LSE, rows, seqlen_q)
-        s, ok, tanh = logits(
-            s, query_pos, key_pos, seqlen_q, seqlen_k, scale, softcap, slope,
-            BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
-            diagonal, window_left, window_right,
-            MASKED, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK,
-        )  # fmt: skip
-        p = probabilities(s, lse[None, :], ok, HIDES)
-        do = load_rows(DO, stride_dom, m_start, query_lo, query_hi, b, h, BLOCK_M, BLOCK_DV, HEAD_DIM_V, True, TMA)
-        if HAS_BIAS or HAS_MASK:  # queries that see nothing here may hold NaN, and 0 * NaN is NaN
-            sees = (tl.max(ok.to(tl.int32), 0) > 0)[:, None]
-            q = tl.where(sees, q, 0.0)
-            do = tl.where(sees, do, 0.0)
-        if NEED_DV:
-            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-        if NEED_DK:
-            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-            delta = tl.load(DELTA + rows, mask=rows < seqlen_q, other=0.0)
-            ds = score_gradient(p, dp, delta[None, :], tanh, ok, HIDES, HAS_SOFTCAP)
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -127,7 +82,11 @@ def backward_dkv_kernel(
     TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_XCDS: tl.constexpr, NUM_STAGES: tl.constexpr,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N keys of one key/value head against all queries, of all heads of its group, that see them."""
+    """One program: BLOCK_N keys of one key/value head against all queries, of all heads of its group, that see them.
+
+    Score tiles are (keys, queries), so that P^T and dS^T are left operands, which can stay in registers.
+    """
+    BOUNDED: tl.constexpr = HAS_LEFT or HAS_RIGHT
     block, bh = program_block(num_blocks, num_heads, heads_per_group, False, NUM_XCDS)
     b = bh // heads_k
     hk = bh - b * heads_k
@@ -159,10 +118,9 @@ def backward_dkv_kernel(
     lo, hi, full_lo, full_hi = seeing_queries(
         n_start, n_last, seqlen_q, seqlen_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT
     )
-    a, b1, c, d = block_ranges(lo, hi, full_lo, full_hi, BLOCK_M)
+    a, inner_lo, inner_hi, d = block_ranges(lo, hi, full_lo, full_hi, BLOCK_M)
     if not HAS_LEFT:  # rows past seqlen_q have lse = +inf: the last block needs no mask
-        c = d
-        b1 = tl.minimum(b1, d)
+        inner_hi = d
     # slots that no query sees, and queries that see nothing, are never read: they may hold NaN
     query_lo, query_hi, _, _ = seeing_queries(
         0, seqlen_k - 1, seqlen_q, seqlen_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT
@@ -200,32 +158,31 @@ def backward_dkv_kernel(
         slope = 0.0
         if HAS_ALIBI:
             slope = tl.load(ALIBI + b.to(tl.int64) * stride_ab + h.to(tl.int64) * stride_ah)
-        if HAS_RIGHT:
-            dk, dv = _accumulate_dkv(
-                dk, dv, k, v, q_head, do_head, lse_head, delta_head, stride_qm, stride_dom, a, b1, query_lo, query_hi, b, h,
-                key_pos, seqlen_q, seqlen_k, scale, softcap, slope,
+        for m_start in tl.range(a, d, BLOCK_M, num_stages=NUM_STAGES):
+            m_start = tl.multiple_of(m_start, BLOCK_M)
+            rows = m_start + tl.arange(0, BLOCK_M)
+            q = load_rows(q_head, stride_qm, m_start, query_lo, query_hi, b, h, BLOCK_M, BLOCK_D, HEAD_DIM, True, TMA)
+            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            lse = load_lse(lse_head, rows, seqlen_q)
+            s, ok, tanh = logits(
+                s, rows[None, :], key_pos, seqlen_q, seqlen_k, scale, softcap, slope,
                 bias_head, stride_bias_m, stride_bias_n, bias_m, bias_n, mask_head, stride_mask_m, stride_mask_n, mask_m, mask_n,
-                diagonal, window_left, window_right,
-                True, BLOCK_M, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, HAS_LEFT, HAS_RIGHT,
-                HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, TMA, PRECISION, NUM_STAGES, NEED_DK, NEED_DV,
+                diagonal, window_left, window_right, (m_start < inner_lo) | (m_start >= inner_hi),
+                BOUNDED, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK,
             )  # fmt: skip
-        dk, dv = _accumulate_dkv(
-            dk, dv, k, v, q_head, do_head, lse_head, delta_head, stride_qm, stride_dom, b1, c, query_lo, query_hi, b, h,
-            key_pos, seqlen_q, seqlen_k, scale, softcap, slope,
-            bias_head, stride_bias_m, stride_bias_n, bias_m, bias_n, mask_head, stride_mask_m, stride_mask_n, mask_m, mask_n,
-            diagonal, window_left, window_right,
-            False, BLOCK_M, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, HAS_LEFT, HAS_RIGHT,
-            HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, TMA, PRECISION, NUM_STAGES, NEED_DK, NEED_DV,
-        )  # fmt: skip
-        if HAS_LEFT:
-            dk, dv = _accumulate_dkv(
-                dk, dv, k, v, q_head, do_head, lse_head, delta_head, stride_qm, stride_dom, c, d, query_lo, query_hi, b, h,
-                key_pos, seqlen_q, seqlen_k, scale, softcap, slope,
-                bias_head, stride_bias_m, stride_bias_n, bias_m, bias_n, mask_head, stride_mask_m, stride_mask_n, mask_m, mask_n,
-                diagonal, window_left, window_right,
-                True, BLOCK_M, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, HAS_LEFT, HAS_RIGHT,
-                HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, TMA, PRECISION, NUM_STAGES, NEED_DK, NEED_DV,
-            )  # fmt: skip
+            p = probabilities(s, lse[None, :])
+            do = load_rows(do_head, stride_dom, m_start, query_lo, query_hi, b, h, BLOCK_M, BLOCK_DV, HEAD_DIM_V, True, TMA)
+            if HAS_BIAS or HAS_MASK:  # queries that see nothing here may hold NaN, and 0 * NaN is NaN
+                sees = (tl.max(ok.to(tl.int32), 0) > 0)[:, None]
+                q = tl.where(sees, q, 0.0)
+                do = tl.where(sees, do, 0.0)
+            if NEED_DV:
+                dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+            if NEED_DK:
+                dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                delta = tl.load(delta_head + rows, mask=rows < seqlen_q, other=0.0)
+                ds = score_gradient(p, dp, delta[None, :], tanh, ok, HAS_BIAS or HAS_MASK, HAS_SOFTCAP)
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 
     if NEED_DK:
         dk_head = DK + dk_base + hk.to(tl.int64) * stride_dkh
@@ -233,40 +190,6 @@ def backward_dkv_kernel(
     if NEED_DV:
         dv_head = DV + dv_base + hk.to(tl.int64) * stride_dvh
         store_rows(dv_head, dv, stride_dvn, n_start, seqlen_k, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
-
-
-@triton.jit
-def _accumulate_dq(
-    dq, q, do, lse, delta, K, V, stride_kn, stride_vn, start, end, key_lo, key_hi, b, hk,
-    query_pos, seqlen_q, seqlen_k, scale, softcap, slope,
-    BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
-    diagonal, window_left, window_right,
-    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
-    """Add what the key blocks [start, end) give to dQ."""
-    HIDES: tl.constexpr = MASKED or HAS_BIAS or HAS_MASK
-    for n_start in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
-        n_start = tl.multiple_of(n_start, BLOCK_N)
-        key_pos = (n_start + tl.arange(0, BLOCK_N))[None, :]
-        k = load_rows(K, stride_kn, n_start, key_lo, key_hi, b, hk, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED, TMA)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        v = load_rows(V, stride_vn, n_start, key_lo, key_hi, b, hk, BLOCK_N, BLOCK_DV, HEAD_DIM_V, MASKED, TMA)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        s, ok, tanh = logits(
-            s, query_pos, key_pos, seqlen_q, seqlen_k, scale, softcap, slope,
-            BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
-            diagonal, window_left, window_right,
-            MASKED, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK,
-        )  # fmt: skip
-        p = probabilities(s, lse[:, None], ok, HIDES)
-        ds = score_gradient(p, dp, delta[:, None], tanh, ok, HIDES, HAS_SOFTCAP)
-        if HAS_BIAS or HAS_MASK:
-            k = tl.where((tl.max(ok.to(tl.int32), 0) > 0)[:, None], k, 0.0)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    return dq
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -286,7 +209,12 @@ def backward_dq_kernel(
     HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_K: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_XCDS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M rows of one query head against all keys that they see."""
+    """One program: BLOCK_M rows of one query head against all keys that they see.
+
+    Keys past the end are loaded as 0 and add nothing to dQ: only the window hides.
+    """
+    BOUNDED: tl.constexpr = HAS_LEFT or HAS_RIGHT
+    CHECK_KEYS: tl.constexpr = BOUNDED or not EVEN_K
     block, bh = program_block(num_blocks, num_heads, heads_per_group, HAS_RIGHT, NUM_XCDS)
     b = bh // heads_q
     h = bh - b * heads_q
@@ -329,7 +257,7 @@ def backward_dq_kernel(
     lo, hi, full_lo, full_hi = seen_keys(
         m_start, m_last, seqlen_q, seqlen_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT
     )
-    a, b1, c, d = block_ranges(lo, hi, full_lo, full_hi, BLOCK_N)
+    a, inner_lo, inner_hi, d = block_ranges(lo, hi, full_lo, full_hi, BLOCK_N)
     key_lo, key_hi, _, _ = seen_keys(
         0, seqlen_q - 1, seqlen_q, seqlen_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT
     )
@@ -345,32 +273,24 @@ def backward_dq_kernel(
     lse = load_lse(LSE, rows, seqlen_q)
     delta = tl.load(DELTA + rows, mask=rows < seqlen_q, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if HAS_LEFT:
-        dq = _accumulate_dq(
-            dq, q, do, lse, delta, K, V, stride_kn, stride_vn, a, b1, key_lo, key_hi, b, hk,
-            query_pos, seqlen_q, seqlen_k, scale, softcap, slope,
+    for n_start in tl.range(a, d, BLOCK_N, num_stages=NUM_STAGES):
+        n_start = tl.multiple_of(n_start, BLOCK_N)
+        key_pos = (n_start + tl.arange(0, BLOCK_N))[None, :]
+        k = load_rows(K, stride_kn, n_start, key_lo, key_hi, b, hk, BLOCK_N, BLOCK_D, HEAD_DIM, CHECK_KEYS, TMA)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        v = load_rows(V, stride_vn, n_start, key_lo, key_hi, b, hk, BLOCK_N, BLOCK_DV, HEAD_DIM_V, CHECK_KEYS, TMA)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        s, ok, tanh = logits(
+            s, query_pos, key_pos, seqlen_q, seqlen_k, scale, softcap, slope,
             BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
-            diagonal, window_left, window_right,
-            True, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, HAS_LEFT, HAS_RIGHT,
-            HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, TMA, PRECISION, NUM_STAGES,
+            diagonal, window_left, window_right, (n_start < inner_lo) | (n_start >= inner_hi),
+            BOUNDED, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK,
         )  # fmt: skip
-    dq = _accumulate_dq(
-        dq, q, do, lse, delta, K, V, stride_kn, stride_vn, b1, c, key_lo, key_hi, b, hk,
-        query_pos, seqlen_q, seqlen_k, scale, softcap, slope,
-        BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
-        diagonal, window_left, window_right,
-        False, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, HAS_LEFT, HAS_RIGHT,
-        HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, TMA, PRECISION, NUM_STAGES,
-    )  # fmt: skip
-    if HAS_RIGHT or not EVEN_K:
-        dq = _accumulate_dq(
-            dq, q, do, lse, delta, K, V, stride_kn, stride_vn, c, d, key_lo, key_hi, b, hk,
-            query_pos, seqlen_q, seqlen_k, scale, softcap, slope,
-            BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
-            diagonal, window_left, window_right,
-            True, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, HAS_LEFT, HAS_RIGHT,
-            HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, TMA, PRECISION, NUM_STAGES,
-        )  # fmt: skip
+        p = probabilities(s, lse[:, None])
+        ds = score_gradient(p, dp, delta[:, None], tanh, ok, HAS_BIAS or HAS_MASK, HAS_SOFTCAP)
+        if HAS_BIAS or HAS_MASK:
+            k = tl.where((tl.max(ok.to(tl.int32), 0) > 0)[:, None], k, 0.0)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(DQ + dq_base + h.to(tl.int64) * stride_dqh, dq * scale, stride_dqm, m_start, seqlen_q, BLOCK_M, BLOCK_D, HEAD_DIM)
 
 
@@ -463,10 +383,10 @@ def backward_dbias_kernel(
                         s, rows[:, None], key_pos, rows_q, rows_k, scale, softcap, slope,
                         bias_head, stride_bias_m, stride_bias_n, bias_m, bias_n,
                         mask_head, stride_mask_m, stride_mask_n, mask_m, mask_n,
-                        diagonal, window_left, window_right,
+                        diagonal, window_left, window_right, True,
                         True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, True, HAS_MASK,
                     )  # fmt: skip
-                    p = probabilities(s, lse[:, None], ok, True)
+                    p = probabilities(s, lse[:, None])
                     # bias is added after the cap: its gradient does not pass through it
                     acc += score_gradient(p, dp, delta[:, None], tanh, ok, True, False)
 

@@ -115,7 +115,7 @@ def seeing_queries(
 
 @triton.jit
 def block_ranges(lo, hi, full_lo, full_hi, BLOCK: tl.constexpr):
-    """Four block-aligned marks a <= b <= c <= d: [a, b) and [c, d) need the mask, [b, c) does not."""
+    """Four block-aligned marks a <= b <= c <= d: tiles in [a, d) have something visible, those in [b, c) everything."""
     a = lo // BLOCK * BLOCK
     d = tl.maximum(a, (hi + BLOCK - 1) // BLOCK * BLOCK)
     b = tl.minimum(tl.maximum((full_lo + BLOCK - 1) // BLOCK * BLOCK, a), d)
@@ -167,14 +167,16 @@ def store_rows(X, tile, stride_row, start, hi, ROWS: tl.constexpr, COLS: tl.cons
 def logits(
     products, query_pos, key_pos, seqlen_q, seqlen_k, scale, softcap, slope,
     BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
-    diagonal, window_left, window_right,
-    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    diagonal, window_left, window_right, edge,
+    BOUNDED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Logits in log2 units from q . k, what is visible, and tanh (for the derivative of the cap).
+    """Logits in log2 units from q . k, -inf where hidden; what bias and mask let through; tanh, for the cap's derivative.
 
-    products has its queries and keys on either axis: query_pos and key_pos broadcast against it. Where
-    MASKED, HAS_BIAS and HAS_MASK are all unset everything is visible and `ok` is a constant the compiler drops.
+    products has its queries and keys on either axis: query_pos and key_pos broadcast against it. `edge` is a scalar:
+    whether position hides anything in this tile. It is asked only where BOUNDED, and is the same for all threads, so
+    that inner tiles jump over the comparisons. (A loop of its own for the inner tiles costs registers: both loops'
+    addresses and pipelines are alive at once.)
     """
     tanh = products
     if HAS_SOFTCAP:
@@ -186,10 +188,12 @@ def logits(
         distance = tl.abs(query_pos + (seqlen_k - seqlen_q) - key_pos)
         s = s - slope * LOG2E * distance.to(tl.float32)
     ok = key_pos < seqlen_k
-    if MASKED:
-        ok = visible(query_pos, key_pos, seqlen_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT)
     if HAS_MASK or HAS_BIAS:
-        ok = ok & (query_pos < seqlen_q)
+        ok = visible(query_pos, key_pos, seqlen_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT) & (query_pos < seqlen_q)
+    elif BOUNDED:
+        if edge:
+            seen = visible(query_pos, key_pos, seqlen_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+            s = tl.where(seen, s, float("-inf"))
     if HAS_MASK:  # positions past the mask's own size (a wrong max_seqlen) are hidden, not read
         inside = ok & (query_pos < mask_m) & (key_pos < mask_n)
         at = query_pos.to(tl.int64) * stride_mask_m + key_pos.to(tl.int64) * stride_mask_n
@@ -201,6 +205,6 @@ def logits(
         ok = ok & (bias > float("-inf"))
         # a finite bias is never a mask: what overflows float32 in log2 units is held at its ends
         s = tl.maximum(tl.minimum(s + bias * LOG2E, FLOAT32_MAX), -FLOAT32_MAX)
-    if MASKED or HAS_MASK or HAS_BIAS:
+    if HAS_MASK or HAS_BIAS:
         s = tl.where(ok, s, float("-inf"))
     return s, ok, tanh

@@ -6,46 +6,6 @@ import triton.language as tl
 from .common import LN2, LOG2E, SIZES, block_ranges, load_rows, logits, program_block, seen_keys, sequence_bounds, store_rows
 
 
-@triton.jit
-def _attend(
-    acc, l, m, q, K, V, stride_kn, stride_vn, start, end, key_lo, key_hi, b, hk,
-    query_pos, seqlen_q, seqlen_k, scale, softcap, slope,
-    BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
-    diagonal, window_left, window_right,
-    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
-    """Fold the key blocks [start, end) into the running output, row sum l and row maximum m."""
-    for n_start in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
-        n_start = tl.multiple_of(n_start, BLOCK_N)
-        key_pos = (n_start + tl.arange(0, BLOCK_N))[None, :]
-        k = load_rows(K, stride_kn, n_start, key_lo, key_hi, b, hk, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED, TMA)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        s, ok, _ = logits(
-            s, query_pos, key_pos, seqlen_q, seqlen_k, scale, softcap, slope,
-            BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
-            diagonal, window_left, window_right,
-            MASKED, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK,
-        )  # fmt: skip
-        m_new = tl.maximum(m, tl.max(s, 1))
-        m_safe = m_new
-        if MASKED or HAS_BIAS or HAS_MASK:  # a row that has seen nothing yet: -inf - -inf is NaN
-            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - m_safe[:, None])
-        alpha = tl.exp2(m - m_safe)
-        l = l * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
-        v = load_rows(V, stride_vn, n_start, key_lo, key_hi, b, hk, BLOCK_N, BLOCK_DV, HEAD_DIM_V, MASKED, TMA)
-        if HAS_BIAS or HAS_MASK:  # a hidden slot may hold NaN, and 0 * NaN is NaN
-            seen = tl.max(ok.to(tl.int32), 0) > 0
-            v = tl.where(seen[:, None], v, 0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-        m = m_new
-    return acc, l, m
-
-
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     Q, K, V, O, LSE,  # query, key, value (pointers or descriptors), output, log-sum-exp (float32, natural)
@@ -65,8 +25,9 @@ def forward_kernel(
 ):  # fmt: skip
     """One program: BLOCK_M rows of one query head against all keys that they see.
 
-    EVEN_K: seqlen_k is a multiple of BLOCK_N (never set for packed sequences), so only the window needs masked blocks.
+    EVEN_K: seqlen_k is a multiple of BLOCK_N (never set for packed sequences), so that no tile runs over its end.
     """
+    BOUNDED: tl.constexpr = HAS_LEFT or HAS_RIGHT or not EVEN_K
     block, bh = program_block(num_blocks, num_heads, heads_per_group, HAS_RIGHT, NUM_XCDS)
     b = bh // heads_q
     h = bh - b * heads_q
@@ -109,7 +70,7 @@ def forward_kernel(
     lo, hi, full_lo, full_hi = seen_keys(
         m_start, m_last, seqlen_q, seqlen_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT
     )
-    a, b1, c, d = block_ranges(lo, hi, full_lo, full_hi, BLOCK_N)
+    a, inner_lo, inner_hi, d = block_ranges(lo, hi, full_lo, full_hi, BLOCK_N)
     # slots that no query of the sequence sees are never read: they may hold NaN
     key_lo, key_hi, _, _ = seen_keys(
         0, seqlen_q - 1, seqlen_q, seqlen_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT
@@ -126,32 +87,31 @@ def forward_kernel(
         m = tl.zeros([BLOCK_M], tl.float32) + sink
         l = tl.where(m == float("-inf"), 0.0, 1.0)
 
-    if HAS_LEFT:
-        acc, l, m = _attend(
-            acc, l, m, q, K, V, stride_kn, stride_vn, a, b1, key_lo, key_hi, b, hk,
-            query_pos, seqlen_q, seqlen_k, scale, softcap, slope,
+    for n_start in tl.range(a, d, BLOCK_N, num_stages=NUM_STAGES):
+        n_start = tl.multiple_of(n_start, BLOCK_N)
+        key_pos = (n_start + tl.arange(0, BLOCK_N))[None, :]
+        k = load_rows(K, stride_kn, n_start, key_lo, key_hi, b, hk, BLOCK_N, BLOCK_D, HEAD_DIM, BOUNDED, TMA)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s, ok, tanh = logits(
+            s, query_pos, key_pos, seqlen_q, seqlen_k, scale, softcap, slope,
             BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
-            diagonal, window_left, window_right,
-            True, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, HAS_LEFT, HAS_RIGHT,
-            HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, TMA, PRECISION, NUM_STAGES,
+            diagonal, window_left, window_right, (n_start < inner_lo) | (n_start >= inner_hi),
+            BOUNDED, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK,
         )  # fmt: skip
-    acc, l, m = _attend(
-        acc, l, m, q, K, V, stride_kn, stride_vn, b1, c, key_lo, key_hi, b, hk,
-        query_pos, seqlen_q, seqlen_k, scale, softcap, slope,
-        BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
-        diagonal, window_left, window_right,
-        False, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, HAS_LEFT, HAS_RIGHT,
-        HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, TMA, PRECISION, NUM_STAGES,
-    )  # fmt: skip
-    if HAS_RIGHT or not EVEN_K:
-        acc, l, m = _attend(
-            acc, l, m, q, K, V, stride_kn, stride_vn, c, d, key_lo, key_hi, b, hk,
-            query_pos, seqlen_q, seqlen_k, scale, softcap, slope,
-            BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
-            diagonal, window_left, window_right,
-            True, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, HAS_LEFT, HAS_RIGHT,
-            HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, TMA, PRECISION, NUM_STAGES,
-        )  # fmt: skip
+        m_new = tl.maximum(m, tl.max(s, 1))
+        m_safe = m_new
+        if BOUNDED or HAS_BIAS or HAS_MASK:  # a row that has seen nothing yet: -inf - -inf is NaN
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - m_safe[:, None])
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v = load_rows(V, stride_vn, n_start, key_lo, key_hi, b, hk, BLOCK_N, BLOCK_DV, HEAD_DIM_V, BOUNDED, TMA)
+        if HAS_BIAS or HAS_MASK:  # a hidden slot may hold NaN, and 0 * NaN is NaN
+            seen = tl.max(ok.to(tl.int32), 0) > 0
+            v = tl.where(seen[:, None], v, 0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        m = m_new
 
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)

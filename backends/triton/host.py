@@ -16,6 +16,7 @@ from .launch import INTERPRETED, MAX_PROGRAMS, Launch, alignment, broadcast_stri
 
 _DELTA_ROWS = 64  # rows a program of the delta kernel, which only streams
 _DELTA_TILING = Tiling(_DELTA_ROWS, 16, num_warps=4)
+_HEADS_PER_GROUP = 4
 _LAUNCHES: dict[tuple, tuple] = {}
 _MAX_LAUNCHES = 8192  # distinct calls remembered; beyond that the memory starts again from nothing
 
@@ -95,9 +96,14 @@ def blocks(n: int, block: int) -> int:
 
 
 def heads_per_group(problem: Problem, device: Device, streamed_bytes: int, heads: int, sharing: int) -> int:
-    """Consecutive heads whose streamed operands (bytes of `sharing` heads together) fit in half of the last cache."""
-    fit = max(1, device.l2_bytes // 2 // max(1, streamed_bytes))
-    return max(1, min(heads, fit * sharing))
+    """Consecutive heads that a group of programs works on, a multiple of those `sharing` one streamed operand.
+
+    A few heads are enough for short programs to fill the gaps that long ones leave; more would only compete for the
+    cache, of which a quarter is counted on (large L2s are two halves that each keep a copy).
+    """
+    fit = device.l2_bytes // 4 // max(1, streamed_bytes)
+    operands = max(1, min(fit, _HEADS_PER_GROUP // sharing))
+    return max(1, min(heads, operands * sharing))
 
 
 def _window(problem: Problem) -> tuple[int, int]:
