@@ -111,9 +111,10 @@ def differentiate(
         out, lse = attend(replace(inputs, **leaves), problem, dtype)
         weights = {out: grad_out.to(out.dtype), lse: torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)}
         weights = {output: weight for output, weight in weights.items() if output.requires_grad}
-        wanted = list(leaves.values()) if weights else []
-        grads = torch.autograd.grad(list(weights), wanted, list(weights.values()), allow_unused=True, materialize_grads=True) if wanted else ()
-    return out.detach(), lse.detach(), Gradients(**dict(zip(leaves, grads or [torch.zeros_like(t) for t in leaves.values()], strict=True)))
+        grads = [torch.zeros_like(leaf) for leaf in leaves.values()]
+        if weights:  # otherwise nothing depends on a leaf: packed rows without a sequence
+            grads = torch.autograd.grad(list(weights), list(leaves.values()), list(weights.values()), allow_unused=True, materialize_grads=True)
+    return out.detach(), lse.detach(), Gradients(**dict(zip(leaves, grads, strict=True)))
 
 
 # ---------------------------------------------------------------- tolerances

@@ -258,6 +258,25 @@ def test_planted_faults_fail(result, name, fault):
     assert all(v.ok for v in verdicts.values()), "only the wrong tensor is blamed"
 
 
+@pytest.mark.parametrize("name", ["out", "query", "key", "value"])
+def test_one_element_is_seen_by_the_largest_error_alone(result, name):
+    right = tensors(result)[name]
+    wrong = right.double()
+    wrong.view(-1)[wrong.numel() // 2] += 1.2 * judge(result)[name].max_limit
+    wrong = wrong.to(right.dtype)
+    verdict = judge(result, **{name: wrong})[name]
+    assert verdict.detail == "largest error beyond its limit"
+
+
+def test_a_tile_is_seen_by_its_rms_alone(result):
+    wrong = result[2].clone()
+    if wrong.dtype == torch.float32:
+        pytest.skip("float32 is so exact that the largest error sees it too")
+    middle = wrong.numel() // 2
+    wrong.view(-1)[middle : middle + reference.TILE] *= 1.01 if wrong.dtype == torch.bfloat16 else 1.001
+    assert judge(result, out=wrong)["out"].detail == f"RMS of tile {middle // reference.TILE} beyond its limit"
+
+
 def test_the_worst_element_is_named(result):
     out = result[2].clone()
     out[0, 1, 50, 7] += 3
