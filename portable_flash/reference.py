@@ -30,7 +30,8 @@ def attend(inputs: Inputs, problem: Problem, dtype: torch.dtype = torch.float64)
         return (out.transpose(1, 2) if inputs.layout == "bshd" else out), lse
 
     outs, lses, end = [], [], 0
-    for index, (rows, keys) in enumerate(zip(_sequences(inputs.cu_seqlens_q, len(query)), _sequences(inputs.cu_seqlens_k, len(key)), strict=True)):
+    sequences = zip(_sequences(inputs.cu_seqlens_q, len(query)), _sequences(inputs.cu_seqlens_k, len(key)), strict=True)
+    for index, (rows, keys) in enumerate(sequences):
         q, k, v = (t.transpose(0, 1)[None] for t in (query[rows], key[keys], value[keys]))
         out, lse = _softmax_attention(q, k, v, *(_of_sequence(t, index, q.shape[2], k.shape[2]) for t in extras), inputs, problem)
         outs += [query.new_zeros(rows.start - end, *query.shape[1:-1], value.shape[-1]), out[0].transpose(0, 1)]
@@ -55,8 +56,9 @@ def _of_sequence(tensor: Tensor | None, index: int, rows: int, keys: int) -> Ten
 
 
 def _softmax_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, slopes: Tensor | None, inputs: Inputs, problem: Problem
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, slopes: Tensor | None,
+    inputs: Inputs, problem: Problem,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(S) V over (B, H, S, D) tensors and the logarithm of its denominator (B, Hq, Sq)."""
     rows, keys, dtype = query.shape[2], key.shape[2], query.dtype
     group = query.shape[1] // max(1, key.shape[1])
@@ -113,7 +115,8 @@ def differentiate(
         weights = {output: weight for output, weight in weights.items() if output.requires_grad}
         grads = [torch.zeros_like(leaf) for leaf in leaves.values()]
         if weights:  # otherwise nothing depends on a leaf: packed rows without a sequence
-            grads = torch.autograd.grad(list(weights), list(leaves.values()), list(weights.values()), allow_unused=True, materialize_grads=True)
+            chosen = dict(allow_unused=True, materialize_grads=True)
+            grads = torch.autograd.grad(list(weights), list(leaves.values()), list(weights.values()), **chosen)
     return out.detach(), lse.detach(), Gradients(**dict(zip(leaves, grads, strict=True)))
 
 
@@ -197,7 +200,8 @@ def check(name: str, actual: Tensor, expected: Tensor, lowprec: Tensor, limits: 
     odd = (actual.isfinite() != finite) | (~finite & (actual != expected) & ~(actual.isnan() & expected.isnan()))
     if odd.any():
         worst = tuple(odd.nonzero()[0].tolist())
-        detail = f"{int(odd.sum())} of {odd.numel()} elements differ in being finite, first at {worst}: {actual[worst]}, expected {expected[worst]}"
+        count = f"{int(odd.sum())} of {odd.numel()} elements differ in being finite"
+        detail = f"{count}, first at {worst}: {actual[worst]}, expected {expected[worst]}"
         return Verdict(name, "fail", detail, worst=worst, actual=actual[worst].item(), expected=expected[worst].item(), max_error=math.inf)
     if not lowprec[finite].isfinite().all():
         return Verdict(name, "inconclusive", "PyTorch's own result is not finite")
@@ -263,10 +267,8 @@ def compare_call(
     results = _by_name(out, lse, grads or Gradients())
     dtypes = {"out": narrow, "lse": wide} | {f"grad_{n}": getattr(inputs, n).dtype for n in names}
     summands = _summands(inputs, expected["lse"], grad_out, to(grad_lse))
-    return [
-        _typed(check(n, results[n], expected[n], lowprec[n], GRADIENT if n.startswith("grad") else OUTPUT, summands[n]), results[n], dtypes[n])
-        for n in dtypes
-    ]
+    limits = lambda name: GRADIENT if name.startswith("grad") else OUTPUT
+    return [_typed(check(n, results[n], expected[n], lowprec[n], limits(n), summands[n]), results[n], dtypes[n]) for n in dtypes]
 
 
 def _by_name(out: Tensor, lse: Tensor, grads: Gradients) -> dict[str, Tensor]:

@@ -65,8 +65,8 @@ def backward(
             bias=None if grads.bias is None else cut.pairs_of(grads.bias),
             sinks=grads.sinks,
         )
-        call = cut.call(inputs, plan.problem)
-        blocked.backward(call, cut.rows_of(out), cut.lse_of(lse), cut.rows_of(grad_out), None if grad_lse is None else cut.lse_of(grad_lse), views)
+        cut_grad_lse = None if grad_lse is None else cut.lse_of(grad_lse)
+        blocked.backward(cut.call(inputs, plan.problem), cut.rows_of(out), cut.lse_of(lse), cut.rows_of(grad_out), cut_grad_lse, views)
     if grads.bias is not None:
         grads.bias = grads.bias.to(inputs.bias.dtype)
     if grads.sinks is not None:

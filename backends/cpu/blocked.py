@@ -19,7 +19,7 @@ from .. import Gradients
 LOG2E = math.log2(math.e)
 ROWS = 256  # rows of a block of S, over all query heads of a group
 KEYS = 512  # its columns, at least
-BLOCK_ELEMENTS = 1 << 19  # elements of S for one thread at a time: 2 MiB of float32 stay in a last cache; fewer means more waiting for threads
+BLOCK_ELEMENTS = 1 << 19  # of S for each thread: 2 MiB of float32 stay in the last cache; smaller blocks wait for threads more often
 LARGE_PRODUCT = 2.0**120  # sums that stay below it cannot overflow float32
 
 
@@ -109,17 +109,16 @@ def prepared(call: Call, grad_out: torch.Tensor | None = None) -> tuple[Call, to
     That is float32, but float64 for float64 inputs, for logits that may be so large that float32 has no fractional bits
     for them, and where a product of finite numbers may overflow.
     """
-    tensors = (call.query, call.key, call.value) if grad_out is None else (call.query, call.key, call.value, grad_out)
-    sizes = [largest(t) for t in tensors]
+    sizes = [largest(t) for t in (call.query, call.key, call.value, grad_out)]
     if not math.isfinite(sum(sizes)):
         call, grad_out = without_unseen(call, grad_out)
-        sizes = [largest(t) for t in ((call.query, call.key, call.value) if grad_out is None else (call.query, call.key, call.value, grad_out))]
+        sizes = [largest(t) for t in (call.query, call.key, call.value, grad_out)]
     if call.query.dtype == torch.float64:
         return call, grad_out, torch.float64
-    q, k, v, g = (*sizes, 0.0)[:4]
+    q, k, v, g = sizes
     rows, keys = call.group * call.query.shape[2], call.key.shape[2]
     logit = abs(call.scale) * call.query.shape[3] * q * k
-    distance = 0.0 if call.alibi_slopes is None else largest(call.alibi_slopes) * (call.query.shape[2] + keys)
+    distance = largest(call.alibi_slopes) * (call.query.shape[2] + keys)
     sink = 0.0 if call.sinks is None else largest(call.sinks.masked_fill(call.sinks == -torch.inf, 0.0))
     grad_p = 2 * g * v * call.value.shape[3]
     products = (
@@ -361,6 +360,6 @@ def pairs(tensor: torch.Tensor, group: int, batches: slice, heads: slice, rows: 
     return tensor[tuple(slice(None) if size == 1 else part for size, part in zip(tensor.shape, block, strict=True))]
 
 
-def largest(tensor: torch.Tensor) -> float:
-    """Largest magnitude; NaN if there is one."""
-    return torch.linalg.vector_norm(tensor, ord=torch.inf).item() if tensor.numel() else 0.0
+def largest(tensor: torch.Tensor | None) -> float:
+    """Largest magnitude; NaN if there is one. On a GPU this waits for the device."""
+    return 0.0 if tensor is None or not tensor.numel() else torch.linalg.vector_norm(tensor, ord=torch.inf).item()

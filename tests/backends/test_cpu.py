@@ -72,7 +72,8 @@ class Case:
         return Problem(
             self.dtype, batch=batch, heads_q=self.heads_k * self.group, heads_k=self.heads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
             head_dim=self.head_dim, head_dim_v=self.head_dim_v, window_left=self.left, window_right=self.right, top_left=self.top_left,
-            softcap=bool(self.softcap), bias=self.bias is not None, mask=self.mask is not None, alibi=self.alibi, sinks=self.sinks, **packed,
+            softcap=bool(self.softcap), bias=self.bias is not None, mask=self.mask is not None, alibi=self.alibi, sinks=self.sinks,
+            **packed,
         )  # fmt: skip
 
     def draw(self, generator, rows, heads, head_dim):
@@ -208,7 +209,8 @@ def test_p_rounds_to_the_input_dtype(dtype):
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_grouped_heads(group, layout):
     """At 30, a group has more query heads than a block has rows."""
-    assert_right(*Case(group=group, layout=layout, heads_k=2, right=0, seqlen_q=20, seqlen_k=33, bias="hqk", sinks=True, alibi=True).inputs())
+    options = dict(right=0, bias="hqk", sinks=True, alibi=True)
+    assert_right(*Case(group=group, layout=layout, seqlen_q=20, seqlen_k=33, **options).inputs())
 
 
 @pytest.mark.parametrize("head_dims", [(1, 1), (7, 9), (8, 8), (64, 64), (96, 33), (192, 128), (256, 256), (1, 256)])
@@ -232,7 +234,8 @@ def test_drawn_shapes(data):
     reach = st.none() | st.integers(0, 70)
     sizes = st.integers(0, 60)
     options = dict(
-        heads_k=draw(st.integers(1, 3)), group=draw(st.integers(1, 4)), head_dim=draw(st.integers(1, 40)), head_dim_v=draw(st.integers(1, 40)),
+        heads_k=draw(st.integers(1, 3)), group=draw(st.integers(1, 4)),
+        head_dim=draw(st.integers(1, 40)), head_dim_v=draw(st.integers(1, 40)),
         left=draw(reach), right=draw(reach), top_left=draw(st.booleans()), softcap=draw(st.sampled_from([0.0, 0.0, 3.0])),
         bias=draw(st.sampled_from([None, None, "bhqk", "qk", "bk", "h"])), mask=draw(st.sampled_from([None, None, "bhqk", "k", "bq"])),
         alibi=draw(st.booleans()), sinks=draw(st.booleans()), seed=draw(st.integers(0, 1000)),
@@ -240,7 +243,8 @@ def test_drawn_shapes(data):
     if draw(st.booleans()):
         options |= dict(lengths=tuple(draw(st.lists(st.tuples(sizes, sizes), max_size=4))), unused=draw(st.integers(0, 3)))
     else:
-        options |= dict(batch=draw(st.integers(1, 3)), seqlen_q=draw(sizes), seqlen_k=draw(sizes), layout=draw(st.sampled_from(["bhsd", "bshd"])))
+        options |= dict(batch=draw(st.integers(1, 3)), seqlen_q=draw(sizes), seqlen_k=draw(sizes))
+        options |= dict(layout=draw(st.sampled_from(["bhsd", "bshd"])))
     assert_right(*Case(**options).inputs())
 
 
@@ -393,7 +397,10 @@ def test_huge_values_stay_finite():
 
 # ---------------------------------------------------------------- degenerate sizes
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("sizes", [dict(batch=0), dict(heads_k=0), dict(seqlen_q=0), dict(seqlen_k=0), dict(seqlen_q=0, seqlen_k=0), dict(seqlen_q=1, seqlen_k=1)])
+@pytest.mark.parametrize(
+    "sizes",
+    [dict(batch=0), dict(heads_k=0), dict(seqlen_q=0), dict(seqlen_k=0), dict(seqlen_q=0, seqlen_k=0), dict(seqlen_q=1, seqlen_k=1)],
+)
 @pytest.mark.parametrize("options", [dict(), dict(right=0, bias="bhqk", sinks=True, mask="qk", alibi=True)])
 def test_degenerate_sizes(sizes, options, layout):
     inputs, problem, grad_out, grad_lse = Case(**sizes, **options, layout=layout).inputs()
@@ -432,7 +439,8 @@ def test_only_what_is_asked_for(name):
 class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, inputs, problem, query, key, value, bias, sinks):
-        ctx.call = replace(inputs, query=query, key=key, value=value, bias=bias, sinks=sinks), Plan(problem=problem, device=DEVICE, backend="cpu")
+        inputs = replace(inputs, query=query, key=key, value=value, bias=bias, sinks=sinks)
+        ctx.call = inputs, Plan(problem=problem, device=DEVICE, backend="cpu")
         ctx.results = cpu.forward(*ctx.call)
         return ctx.results
 
