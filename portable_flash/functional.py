@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .backends import Inputs, load
+from .backends import Plan, load
 from .explanation import Explanation
 from .problem import DTYPE_NAMES
+from .tuning import override
 
 LAYOUTS = ("bhsd", "bshd")
 CAUSAL = (False, True, "bottom_right", "top_left")
@@ -73,29 +74,31 @@ def attention(
 
     Source: FlashAttention, Dao et al. 2022 (arXiv:2205.14135), sections 3.1 and B.
     """
+    signature = None
     if bias is None and alibi_slopes is None and sinks is None and mask is None and not dropout_p and not torch.compiler.is_compiling():
-        signature = (
-            query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
-            query.stride(-1), key.stride(-1), value.stride(-1), causal, window, scale, softcap, layout, deterministic, backend,
-        )  # fmt: skip
         try:
-            arguments = _CHECKED.get(signature)
-        except TypeError:  # unhashable: a list as window, or worse; checked below
-            arguments = None
-        if arguments is not None and _plain(query, key, value):
-            result = _run_eager((query, key, value, *arguments))
+            signature = (
+                query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
+                query.stride(), key.stride(), value.stride(), causal, window, scale, softcap, layout, deterministic, backend,
+            )  # fmt: skip
+            checked = _CHECKED.get(signature)
+        except (AttributeError, TypeError):  # no tensors, or a list as window: the checks below say what is wrong
+            signature = checked = None
+        if checked is not None and _plain(query, key, value) and not override():
+            options, plan = checked
+            result = _run_eager((query, key, value, *options), plan)
             return result if return_lse else result[0]
-    else:
-        signature = None
 
-    prepared = _prepare(
+    arguments = _prepare(
         query, key, value, causal, window, scale, softcap, bias, alibi_slopes, sinks, mask, dropout_p, layout, deterministic, backend
     )
-    if signature is not None and prepared[0] is query and prepared[1] is key and prepared[2] is value:
-        if len(_CHECKED) >= _MAX_CHECKED:
-            _CHECKED.clear()
-        _CHECKED[signature] = prepared[3:]
-    result = _run(prepared)
+    result = _run(arguments)
+    if signature is not None and _plain(query, key, value) and not override():
+        unchanged = all(a is b for a, b in zip(arguments, (query, key, value)))
+        if unchanged and not (query.is_cuda and torch.cuda.is_current_stream_capturing()):  # a plan made there is unproven
+            if len(_CHECKED) >= _MAX_CHECKED:
+                _CHECKED.clear()
+            _CHECKED[signature] = (arguments[3:], ops.plan_of(arguments))
     return result if return_lse else result[0]
 
 
@@ -192,7 +195,7 @@ def explain(
 
 
 # ---------------------------------------------------------------- running
-_CHECKED: dict[tuple, tuple] = {}  # signatures of calls without optional tensors that passed every check
+_CHECKED: dict[tuple, tuple] = {}  # signature of a call without optional tensors -> its options and plan, once checked
 _MAX_CHECKED = 8192
 
 
@@ -213,17 +216,17 @@ def _plain(*tensors: Tensor) -> bool:
 
 def _run(arguments: tuple) -> tuple[Tensor, Tensor]:
     if not torch.compiler.is_compiling() and _plain(*[t for t in arguments[: ops.NUM_TENSORS] if t is not None]):
-        return _run_eager(arguments)
+        return _run_eager(arguments, ops.plan_of(arguments))
     return ops.forward_op(*arguments)
 
 
-def _run_eager(arguments: tuple) -> tuple[Tensor, Tensor]:
+def _run_eager(arguments: tuple, plan: Plan) -> tuple[Tensor, Tensor]:
     """The operator's own kernel or autograd formula, called directly: most of a small call's time is the dispatcher's."""
     if torch.is_grad_enabled():
         for t in arguments[: ops.NUM_TENSORS]:
             if t is not None and t.requires_grad:
-                return ops.EagerAttention.apply(*arguments)
-    return ops.forward_kernel(*arguments)
+                return ops.EagerAttention.apply(*arguments, plan)
+    return ops.run_forward(plan, arguments)
 
 
 # ---------------------------------------------------------------- checks

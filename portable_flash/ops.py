@@ -74,15 +74,22 @@ def plan_of(arguments: tuple, needs_grad: bool = True) -> Plan:
 
 
 # ---------------------------------------------------------------- kernels
-def forward_kernel(*arguments) -> tuple[Tensor, Tensor]:
-    plan = plan_of(arguments)
+def _forward(*arguments) -> tuple[Tensor, Tensor]:
+    return run_forward(plan_of(arguments), arguments)
+
+
+def run_forward(plan: Plan, arguments: tuple) -> tuple[Tensor, Tensor]:
+    """Output and lse of a planned call; `arguments` are the forward operator's."""
     return load(plan.backend).forward(inputs_of(arguments), plan)
 
 
-def backward_kernel(grad_out, grad_lse, out, lse, *arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(grad_out, grad_lse, out, lse, *arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     *arguments, needs = arguments
-    plan = plan_of(tuple(arguments))
-    grads: Gradients = load(plan.backend).backward(inputs_of(tuple(arguments)), plan, out, lse, grad_out, grad_lse, Needs(*needs))
+    return _run_backward(plan_of(tuple(arguments)), grad_out, grad_lse, out, lse, tuple(arguments), needs)
+
+
+def _run_backward(plan: Plan, grad_out, grad_lse, out, lse, arguments: tuple, needs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grads: Gradients = load(plan.backend).backward(inputs_of(arguments), plan, out, lse, grad_out, grad_lse, Needs(*needs))
     found = [getattr(grads, name) if need else None for name, need in zip(_GRADIENTS, needs)]
     return tuple(grad_out.new_empty(0) if g is None else g for g in found)
 
@@ -112,7 +119,7 @@ def _setup_context(ctx, inputs, output):
     ctx.options = inputs[NUM_TENSORS:]
 
 
-def _gradient(run_backward, ctx, grad_out, grad_lse):
+def _gradient(ctx, grad_out, grad_lse, run_backward):
     *tensors, out, lse = ctx.saved_tensors
     needs = [bool(ctx.needs_input_grad[i]) for i in _GRADIENT_POSITIONS]
     if (grad_out is None and grad_lse is None) or not any(needs):
@@ -127,7 +134,7 @@ def _gradient(run_backward, ctx, grad_out, grad_lse):
 
 
 def _operator_gradient(ctx, grad_out, grad_lse):
-    return _gradient(backward_op, ctx, grad_out, grad_lse)
+    return _gradient(ctx, grad_out, grad_lse, backward_op)
 
 
 def _no_double_backward(ctx, *grads):
@@ -135,24 +142,28 @@ def _no_double_backward(ctx, *grads):
 
 
 class EagerAttention(torch.autograd.Function):
-    """The forward operator's autograd formula without the dispatcher, for plain eager calls."""
+    """The forward operator's autograd formula without the dispatcher, for plain eager calls; arguments, then their plan."""
 
     @staticmethod
-    def forward(*arguments):
-        return forward_kernel(*arguments)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        _setup_context(ctx, inputs, output)
+    def forward(ctx, *arguments_and_plan):
+        *arguments, plan = arguments_and_plan
+        output = run_forward(plan, arguments)
+        _setup_context(ctx, arguments, output)
+        ctx.plan = plan
+        return output
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
-        # under create_graph=True the operator is called, whose own formula raises the error with a reason
-        run = backward_op if torch.is_grad_enabled() else backward_kernel
-        return _gradient(run, ctx, grad_out, grad_lse)
+        if torch.is_grad_enabled():  # create_graph=True: the operator's own formula raises the error with a reason
+            return _gradient(ctx, grad_out, grad_lse, backward_op)
+
+        def run(grad_out, grad_lse, out, lse, *arguments):
+            return _run_backward(ctx.plan, grad_out, grad_lse, out, lse, arguments[:-1], arguments[-1])
+
+        return _gradient(ctx, grad_out, grad_lse, run)
 
 
-for _name, _kernel, _fake in (("attention_forward", forward_kernel, _fake_forward), ("attention_backward", backward_kernel, _fake_backward)):
+for _name, _kernel, _fake in (("attention_forward", _forward, _fake_forward), ("attention_backward", _backward, _fake_backward)):
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"portable_flash::{_name}", _fake, lib=_LIBRARY)
 torch.library.register_autograd("portable_flash::attention_forward", _operator_gradient, setup_context=_setup_context, lib=_LIBRARY)

@@ -59,7 +59,8 @@ def tuning(tilings: Mapping[str, Tiling | dict] | None = None, /, **kernels: Til
 
 def override() -> tuple[tuple[str, Tiling], ...]:
     """What `tuning` blocks have set here, hashable: part of the key of whatever remembers a look-up."""
-    return tuple(sorted(_overrides.get().items(), key=lambda item: item[0]))
+    tilings = _overrides.get()
+    return tuple(sorted(tilings.items(), key=lambda item: item[0])) if tilings else ()
 
 
 # ------------------------------------------------------------------ look-up

@@ -40,10 +40,24 @@ def backward_delta_kernel(
 
 
 @triton.jit
-def load_lse(LSE, rows, seqlen_q):
-    """lse in log2 units; +inf (so that P = 0) for rows outside the sequence and rows that see no key."""
-    lse = tl.load(LSE + rows, mask=rows < seqlen_q, other=float("inf")) * LOG2E
-    return tl.where(lse == float("-inf"), float("inf"), lse)
+def load_lse(LSE, rows, seqlen_q, CHECK: tl.constexpr, EMPTY_ROWS: tl.constexpr):
+    """lse in log2 units; +inf, so that P = 0, for rows outside the sequence (CHECK) and rows that see no key (EMPTY_ROWS)."""
+    if CHECK:
+        lse = tl.load(LSE + rows, mask=rows < seqlen_q, other=float("inf")) * LOG2E
+    else:
+        lse = tl.load(LSE + rows) * LOG2E
+    if EMPTY_ROWS:
+        lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    return lse
+
+
+@triton.jit
+def load_delta(DELTA, rows, seqlen_q, CHECK: tl.constexpr):
+    if CHECK:
+        delta = tl.load(DELTA + rows, mask=rows < seqlen_q, other=0.0)
+    else:
+        delta = tl.load(DELTA + rows)
+    return delta
 
 
 @triton.jit
@@ -77,16 +91,17 @@ def backward_dkv_kernel(
     num_blocks, num_heads, heads_per_group, heads_k, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    TOP_LEFT: tl.constexpr, VARLEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    TOP_LEFT: tl.constexpr, UNSEEN: tl.constexpr, VARLEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_Q: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_XCDS: tl.constexpr, NUM_STAGES: tl.constexpr,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one key/value head against all queries, of all heads of its group, that see them.
 
     Score tiles are (keys, queries), so that P^T and dS^T are left operands, which can stay in registers.
+    EVEN_Q: seqlen_q is a multiple of BLOCK_M (never set for packed sequences).
     """
-    BOUNDED: tl.constexpr = HAS_LEFT or HAS_RIGHT
+    CHECK_QUERIES: tl.constexpr = UNSEEN or not EVEN_Q
     block, bh = program_block(num_blocks, num_heads, heads_per_group, False, NUM_XCDS)
     b = bh // heads_k
     hk = bh - b * heads_k
@@ -161,17 +176,17 @@ def backward_dkv_kernel(
         for m_start in tl.range(a, d, BLOCK_M, num_stages=NUM_STAGES):
             m_start = tl.multiple_of(m_start, BLOCK_M)
             rows = m_start + tl.arange(0, BLOCK_M)
-            q = load_rows(q_head, stride_qm, m_start, query_lo, query_hi, b, h, BLOCK_M, BLOCK_D, HEAD_DIM, True, TMA)
+            q = load_rows(q_head, stride_qm, m_start, query_lo, query_hi, b, h, BLOCK_M, BLOCK_D, HEAD_DIM, CHECK_QUERIES, TMA)
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            lse = load_lse(lse_head, rows, seqlen_q)
+            lse = load_lse(lse_head, rows, seqlen_q, not EVEN_Q, UNSEEN or HAS_BIAS or HAS_MASK)
             s, ok, tanh = logits(
                 s, rows[None, :], key_pos, seqlen_q, seqlen_k, scale, softcap, slope,
                 bias_head, stride_bias_m, stride_bias_n, bias_m, bias_n, mask_head, stride_mask_m, stride_mask_n, mask_m, mask_n,
                 diagonal, window_left, window_right, (m_start < inner_lo) | (m_start >= inner_hi),
-                BOUNDED, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK,
+                False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK,
             )  # fmt: skip
             p = probabilities(s, lse[None, :])
-            do = load_rows(do_head, stride_dom, m_start, query_lo, query_hi, b, h, BLOCK_M, BLOCK_DV, HEAD_DIM_V, True, TMA)
+            do = load_rows(do_head, stride_dom, m_start, query_lo, query_hi, b, h, BLOCK_M, BLOCK_DV, HEAD_DIM_V, CHECK_QUERIES, TMA)
             if HAS_BIAS or HAS_MASK:  # queries that see nothing here may hold NaN, and 0 * NaN is NaN
                 sees = (tl.max(ok.to(tl.int32), 0) > 0)[:, None]
                 q = tl.where(sees, q, 0.0)
@@ -180,7 +195,7 @@ def backward_dkv_kernel(
                 dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
             if NEED_DK:
                 dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-                delta = tl.load(delta_head + rows, mask=rows < seqlen_q, other=0.0)
+                delta = load_delta(delta_head, rows, seqlen_q, not EVEN_Q)
                 ds = score_gradient(p, dp, delta[None, :], tanh, ok, HAS_BIAS or HAS_MASK, HAS_SOFTCAP)
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 
@@ -205,7 +220,7 @@ def backward_dq_kernel(
     num_blocks, num_heads, heads_per_group, heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    TOP_LEFT: tl.constexpr, VARLEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
+    TOP_LEFT: tl.constexpr, UNSEEN: tl.constexpr, VARLEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_K: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_XCDS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -213,8 +228,7 @@ def backward_dq_kernel(
 
     Keys past the end are loaded as 0 and add nothing to dQ: only the window hides.
     """
-    BOUNDED: tl.constexpr = HAS_LEFT or HAS_RIGHT
-    CHECK_KEYS: tl.constexpr = BOUNDED or not EVEN_K
+    CHECK_KEYS: tl.constexpr = UNSEEN or not EVEN_K
     block, bh = program_block(num_blocks, num_heads, heads_per_group, HAS_RIGHT, NUM_XCDS)
     b = bh // heads_q
     h = bh - b * heads_q
@@ -270,8 +284,8 @@ def backward_dq_kernel(
     do = load_rows(
         DO + do_base + h.to(tl.int64) * stride_doh, stride_dom, m_start, 0, seqlen_q, b, h, BLOCK_M, BLOCK_DV, HEAD_DIM_V, True, False
     )
-    lse = load_lse(LSE, rows, seqlen_q)
-    delta = tl.load(DELTA + rows, mask=rows < seqlen_q, other=0.0)
+    lse = load_lse(LSE, rows, seqlen_q, True, True)
+    delta = load_delta(DELTA, rows, seqlen_q, True)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n_start in tl.range(a, d, BLOCK_N, num_stages=NUM_STAGES):
         n_start = tl.multiple_of(n_start, BLOCK_N)
@@ -284,7 +298,7 @@ def backward_dq_kernel(
             s, query_pos, key_pos, seqlen_q, seqlen_k, scale, softcap, slope,
             BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
             diagonal, window_left, window_right, (n_start < inner_lo) | (n_start >= inner_hi),
-            BOUNDED, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK,
+            False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK,
         )  # fmt: skip
         p = probabilities(s, lse[:, None])
         ds = score_gradient(p, dp, delta[:, None], tanh, ok, HAS_BIAS or HAS_MASK, HAS_SOFTCAP)
@@ -308,7 +322,7 @@ def backward_dbias_kernel(
     m_tiles, n_tiles, bias_heads, batch, heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    TOP_LEFT: tl.constexpr, VARLEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    TOP_LEFT: tl.constexpr, UNSEEN: tl.constexpr, VARLEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     SUM_B: tl.constexpr, SUM_H: tl.constexpr, SUM_M: tl.constexpr, SUM_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of the bias gradient, dS summed over the dimensions SUM_* along which bias is broadcast."""
@@ -375,8 +389,8 @@ def backward_dbias_kernel(
                     q = load_rows(q_head, stride_qm, m_start, 0, rows_q, b, h, BLOCK_M, BLOCK_D, HEAD_DIM, True, False)
                     do = load_rows(do_head, stride_dom, m_start, 0, rows_q, b, h, BLOCK_M, BLOCK_DV, HEAD_DIM_V, True, False)
                     rows = m_start + tl.arange(0, BLOCK_M)
-                    lse = load_lse(LSE + l_base + h.to(tl.int64) * stride_lh, rows, rows_q)
-                    delta = tl.load(DELTA + l_base + h.to(tl.int64) * stride_lh + rows, mask=rows < rows_q, other=0.0)
+                    lse = load_lse(LSE + l_base + h.to(tl.int64) * stride_lh, rows, rows_q, True, True)
+                    delta = load_delta(DELTA + l_base + h.to(tl.int64) * stride_lh, rows, rows_q, True)
                     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
                     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                     s, ok, tanh = logits(

@@ -5,6 +5,7 @@ Everything here is written once for forward and backward, so that the two cannot
 Constexprs common to all kernels:
   HAS_LEFT, HAS_RIGHT  the window is bounded on that side (causal: right reach 0)
   TOP_LEFT             the diagonal starts at key 0 rather than at key seqlen_k - seqlen_q
+  UNSEEN               position may leave keys that no query sees, or queries that see no key; they may hold NaN
   VARLEN               packed sequences, bounds in CU_SEQLENS_Q / CU_SEQLENS_K
   HAS_BIAS, HAS_MASK, HAS_ALIBI, HAS_SOFTCAP, HAS_SINKS
   TMA                  streamed tensors are 4-D tensor descriptors, not pointers
@@ -66,14 +67,22 @@ def sequence_bounds(CU_SEQLENS, b, total):
 
 @triton.jit
 def visible(
-    query_pos, key_pos, seqlen_k, diagonal, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
-):
-    """Which keys a query may see by position: the only statement of causal and window. Broadcasts its positions."""
-    ok = key_pos < seqlen_k
-    if HAS_RIGHT:
-        ok = ok & (key_pos <= query_pos + diagonal + window_right)
-    if HAS_LEFT:
-        ok = ok & (key_pos >= query_pos + diagonal - window_left)
+    query_pos, key_pos, seqlen_k, diagonal, window_left, window_right,
+    CHECK_END: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Which keys a query may see by position: the only statement of causal and window. Broadcasts its positions.
+
+    CHECK_END: the tile may run over the last key. Distances are compared with scalars, which takes fewer registers
+    than comparing positions.
+    """
+    distance = query_pos - key_pos
+    ok = distance == distance
+    if HAS_RIGHT:  # key <= query + diagonal + right
+        ok = ok & (distance >= -(diagonal + window_right))
+    if HAS_LEFT:  # key >= query + diagonal - left
+        ok = ok & (distance <= window_left - diagonal)
+    if CHECK_END:
+        ok = ok & (key_pos < seqlen_k)
     return ok
 
 
@@ -168,15 +177,15 @@ def logits(
     products, query_pos, key_pos, seqlen_q, seqlen_k, scale, softcap, slope,
     BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
     diagonal, window_left, window_right, edge,
-    BOUNDED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    CHECK_END: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Logits in log2 units from q . k, -inf where hidden; what bias and mask let through; tanh, for the cap's derivative.
 
     products has its queries and keys on either axis: query_pos and key_pos broadcast against it. `edge` is a scalar:
-    whether position hides anything in this tile. It is asked only where BOUNDED, and is the same for all threads, so
-    that inner tiles jump over the comparisons. (A loop of its own for the inner tiles costs registers: both loops'
-    addresses and pipelines are alive at once.)
+    whether position hides anything in this tile. It is the same for all threads, so that inner tiles jump over the
+    comparisons. (A loop of its own for the inner tiles costs registers: both loops' addresses and pipelines are alive
+    at once.) CHECK_END: keys past the end must be hidden (not where the caller loads them as 0 or drops their results).
     """
     tanh = products
     if HAS_SOFTCAP:
@@ -189,10 +198,11 @@ def logits(
         s = s - slope * LOG2E * distance.to(tl.float32)
     ok = key_pos < seqlen_k
     if HAS_MASK or HAS_BIAS:
-        ok = visible(query_pos, key_pos, seqlen_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT) & (query_pos < seqlen_q)
-    elif BOUNDED:
+        ok = visible(query_pos, key_pos, seqlen_k, diagonal, window_left, window_right, True, HAS_LEFT, HAS_RIGHT)
+        ok = ok & (query_pos < seqlen_q)
+    elif HAS_LEFT or HAS_RIGHT or CHECK_END:
         if edge:
-            seen = visible(query_pos, key_pos, seqlen_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+            seen = visible(query_pos, key_pos, seqlen_k, diagonal, window_left, window_right, CHECK_END, HAS_LEFT, HAS_RIGHT)
             s = tl.where(seen, s, float("-inf"))
     if HAS_MASK:  # positions past the mask's own size (a wrong max_seqlen) are hidden, not read
         inside = ok & (query_pos < mask_m) & (key_pos < mask_n)

@@ -19,7 +19,7 @@ def forward_kernel(
     num_blocks, num_heads, heads_per_group, heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    TOP_LEFT: tl.constexpr, VARLEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
+    TOP_LEFT: tl.constexpr, UNSEEN: tl.constexpr, VARLEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, EVEN_K: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_XCDS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -27,7 +27,7 @@ def forward_kernel(
 
     EVEN_K: seqlen_k is a multiple of BLOCK_N (never set for packed sequences), so that no tile runs over its end.
     """
-    BOUNDED: tl.constexpr = HAS_LEFT or HAS_RIGHT or not EVEN_K
+    CHECK_KEYS: tl.constexpr = UNSEEN or not EVEN_K
     block, bh = program_block(num_blocks, num_heads, heads_per_group, HAS_RIGHT, NUM_XCDS)
     b = bh // heads_q
     h = bh - b * heads_q
@@ -90,23 +90,23 @@ def forward_kernel(
     for n_start in tl.range(a, d, BLOCK_N, num_stages=NUM_STAGES):
         n_start = tl.multiple_of(n_start, BLOCK_N)
         key_pos = (n_start + tl.arange(0, BLOCK_N))[None, :]
-        k = load_rows(K, stride_kn, n_start, key_lo, key_hi, b, hk, BLOCK_N, BLOCK_D, HEAD_DIM, BOUNDED, TMA)
+        k = load_rows(K, stride_kn, n_start, key_lo, key_hi, b, hk, BLOCK_N, BLOCK_D, HEAD_DIM, CHECK_KEYS, TMA)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         s, ok, tanh = logits(
             s, query_pos, key_pos, seqlen_q, seqlen_k, scale, softcap, slope,
             BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
             diagonal, window_left, window_right, (n_start < inner_lo) | (n_start >= inner_hi),
-            BOUNDED, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK,
+            not EVEN_K, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK,
         )  # fmt: skip
         m_new = tl.maximum(m, tl.max(s, 1))
         m_safe = m_new
-        if BOUNDED or HAS_BIAS or HAS_MASK:  # a row that has seen nothing yet: -inf - -inf is NaN
+        if HAS_LEFT or UNSEEN or HAS_BIAS or HAS_MASK:  # a row that has seen nothing yet: -inf - -inf is NaN
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(s - m_safe[:, None])
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        v = load_rows(V, stride_vn, n_start, key_lo, key_hi, b, hk, BLOCK_N, BLOCK_DV, HEAD_DIM_V, BOUNDED, TMA)
+        v = load_rows(V, stride_vn, n_start, key_lo, key_hi, b, hk, BLOCK_N, BLOCK_DV, HEAD_DIM_V, CHECK_KEYS, TMA)
         if HAS_BIAS or HAS_MASK:  # a hidden slot may hold NaN, and 0 * NaN is NaN
             seen = tl.max(ok.to(tl.int32), 0) > 0
             v = tl.where(seen[:, None], v, 0.0)

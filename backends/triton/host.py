@@ -38,6 +38,7 @@ def features(problem: Problem) -> dict[str, bool]:
         "HAS_LEFT": problem.window_left is not None,
         "HAS_RIGHT": problem.window_right is not None,
         "TOP_LEFT": problem.top_left,
+        "UNSEEN": problem.varlen or unseen_slots(problem),
         "VARLEN": problem.varlen,
         "HAS_BIAS": problem.bias,
         "HAS_MASK": problem.mask,
@@ -141,7 +142,8 @@ def _io_strides(inputs: Inputs) -> tuple[int, ...]:
 
 def _strides_key(inputs: Inputs) -> tuple:
     """All that decides the compiled variant and its integers beyond the plan."""
-    key = (inputs.query.stride(), inputs.key.stride(), inputs.value.stride(), inputs.layout, torch.backends.cuda.matmul.allow_tf32)
+    tf32 = inputs.query.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    key = (inputs.query.stride(), inputs.key.stride(), inputs.value.stride(), inputs.layout, tf32)
     if inputs.bias is None and inputs.mask is None and inputs.alibi_slopes is None and inputs.cu_seqlens_q is None:
         return key
     optional = (inputs.bias, inputs.mask, inputs.alibi_slopes, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
@@ -154,7 +156,7 @@ def _on_device(function):
     @functools.wraps(function)
     def run(inputs: Inputs, plan: Plan, *rest):
         index = plan.device.index
-        if index is None or index == torch.cuda.current_device():
+        if index is None or index == torch._C._cuda_getDevice():
             return function(inputs, plan, *rest)
         with torch.cuda.device(index):
             return function(inputs, plan, *rest)
@@ -348,7 +350,7 @@ def plan_dkv(inputs: Inputs, plan: Plan, grad_out: torch.Tensor, need_dk: bool, 
     )  # fmt: skip
     constexprs = {
         "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, **widths(problem), **features(problem), **_common(tiling, problem, device, tma),
-        "NEED_DK": need_dk, "NEED_DV": need_dv,
+        "EVEN_Q": not problem.varlen and problem.seqlen_q % tiling.block_m == 0, "NEED_DK": need_dk, "NEED_DV": need_dv,
     }  # fmt: skip
     return Launch(backward_dkv_kernel, _guard(num_blocks * heads), integers, constexprs, compile_options(tiling, device)), tma
 
