@@ -98,6 +98,9 @@ class Backend(Protocol):
     def tuned_kernels(self, problem: Problem) -> tuple[str, ...]:
         """Names of the kernels of this call that take a Tiling."""
 
+    def space(self, kernel: str) -> str:
+        """Hash of the kernel's code: tilings tuned for another hash are void. Only called for tuned_kernels."""
+
     def forward(self, inputs: Inputs, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
         """Output, shaped like query with value's head_dim; lse float32 (B, Hq, Sq), packed (Hq, total_q)."""
 

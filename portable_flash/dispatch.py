@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from . import backends
-from .backends import Inputs, KernelPlan, Needs, Plan
+from .backends import Backend, Inputs, KernelPlan, Needs, Plan
 from .device import Device, detect
 from .problem import Problem
 from .tuning import lookup, override
@@ -52,12 +52,15 @@ def _choose(problem: Problem, device: Device, wanted: str | None) -> Plan:
         if reason is None and device.present:
             reason = probe(name, device)
         if reason is None:
-            kernels = {kernel: lookup(kernel, problem, device) for kernel in backend.tuned_kernels(problem)}
             _warn_fallback(name, rejected)
-            return Plan(problem, device, name, MappingProxyType(kernels), tuple(rejected))
+            return Plan(problem, device, name, _tilings(backend, problem, device), tuple(rejected))
         rejected.append((name, reason))
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in rejected)
     raise NoBackendError(f"no backend can run this call on {device.name} ({device.arch}):{reasons}")
+
+
+def _tilings(backend: Backend, problem: Problem, device: Device) -> MappingProxyType[str, KernelPlan]:
+    return MappingProxyType({k: lookup(k, problem, device, backend.space(k)) for k in backend.tuned_kernels(problem)})
 
 
 def _warn_fallback(name: str, rejected: list[tuple[str, str]]) -> None:
@@ -95,8 +98,7 @@ def _run_probe(name: str, device: Device) -> str | None:
             draw = lambda heads, rows: torch.randn(1, heads, rows, 32, generator=generator, device="cpu").to(where, torch.float16)
             inputs = Inputs(draw(2, 40), draw(1, 72), draw(1, 72), scale=32**-0.5)
             backend = backends.load(name)
-            kernels = {kernel: lookup(kernel, problem, device) for kernel in backend.tuned_kernels(problem)}
-            plan = Plan(problem, device, name, MappingProxyType(kernels))
+            plan = Plan(problem, device, name, _tilings(backend, problem, device))
             grad_out = draw(2, 40)
             out, lse = backend.forward(inputs, plan)
             grads = backend.backward(inputs, plan, out, lse, grad_out, None, Needs())

@@ -69,10 +69,10 @@ class Tiling:
         d, dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
         if kernel == "forward":  # Q stays; K and V stream
             return size * (self.block_m * d + self.num_stages * self.block_n * (d + dv))
-        if kernel == "backward_dkv":  # K and V stay; Q and dO stream; dS^T changes layout through shared memory
+        if kernel == "backward_dkv":  # K and V stay; Q, dO, lse and delta stream
             return size * (d + dv) * (self.block_n + self.num_stages * self.block_m) + self.num_stages * self.block_m * 8
-        if kernel == "backward_dq":  # Q and dO stay; K and V stream; dS changes layout
-            return size * (self.block_m * (d + dv) + self.num_stages * self.block_n * (d + dv) + self.block_m * self.block_n)
+        if kernel == "backward_dq":  # Q and dO stay; K and V stream
+            return size * (d + dv) * (self.block_m + self.num_stages * self.block_n)
         raise ValueError(f"kernel={kernel!r}: allowed are {', '.join(KERNELS)}")
 
     def accumulator_registers(self, kernel: str, problem: Problem, wave_size: int) -> int:
@@ -88,6 +88,8 @@ class Tiling:
 
     def unfit(self, kernel: str, problem: Problem, device: Device) -> str | None:
         """Why this tiling cannot run there; None when it fits."""
+        if self.num_warps * device.wave_size > 1024:
+            return f"{self.num_warps} warps of {device.wave_size} are more than the 1024 threads of a program"
         if self.tma and not device.has_tma:
             return f"tma=True needs NVIDIA sm_90 or newer, {device.slug} is {device.arch}"
         need = self.shared_memory_bytes(kernel, problem)

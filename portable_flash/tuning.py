@@ -205,9 +205,14 @@ def triton_version() -> str | None:
 # every head_dim: large head_dims reject the large tiles.
 _CANDIDATES: dict[str, dict[str, tuple[Tiling, ...]]] = {
     "warpgroup": {  # sm_90, sm_100: operands come from shared memory
-        "forward": (Tiling(128, 128, 8, 2), Tiling(128, 64, 8, 2), Tiling(64, 64, 4, 2)),
-        "backward_dkv": (Tiling(64, 128, 8, 2), Tiling(64, 64, 8, 2), Tiling(32, 64, 8, 2)),
-        "backward_dq": (Tiling(128, 64, 8, 2), Tiling(64, 32, 4, 2), Tiling(64, 32, 4, 1)),
+        "forward": (Tiling(64, 64, 4, 3, tma=True), Tiling(128, 64, 8, 2, tma=True), Tiling(64, 32, 4, 2, tma=True)),
+        "backward_dkv": (Tiling(64, 64, 4, 2, tma=True), Tiling(32, 128, 8, 2, split_dkv=True, tma=True), Tiling(32, 64, 8, 2)),
+        "backward_dq": (Tiling(64, 64, 4, 2, tma=True), Tiling(128, 32, 8, 3, tma=True), Tiling(64, 32, 4, 2), Tiling(64, 32, 4, 1)),
+    },
+    "warpgroup pointers": {  # the same where descriptors cannot be used: addresses take registers
+        "forward": (Tiling(64, 64, 4, 3), Tiling(128, 32, 8, 3), Tiling(64, 32, 4, 2)),
+        "backward_dkv": (Tiling(32, 64, 4, 3), Tiling(32, 64, 4, 2, split_dkv=True), Tiling(32, 64, 8, 2)),
+        "backward_dq": (Tiling(64, 64, 4, 2), Tiling(128, 32, 8, 2), Tiling(64, 32, 4, 2), Tiling(64, 32, 4, 1)),
     },
     "ampere": {  # sm_80: 163 KB of shared memory, operands in registers
         "forward": (Tiling(128, 64, 4, 3), Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2), Tiling(64, 32, 4, 2)),
@@ -230,15 +235,16 @@ _CANDIDATES: dict[str, dict[str, tuple[Tiling, ...]]] = {
         "backward_dq": (Tiling(64, 32, 4, 1), Tiling(32, 32, 4, 1), Tiling(32, 16, 4, 1)),
     },
 }
-_ROOM = {"warpgroup": 0.8}  # share of the registers that accumulators may take; the rest holds operands and addresses
+_ROOM = {"warpgroup": 0.8, "warpgroup pointers": 0.8}  # share of the registers that accumulators may take; the rest holds operands and addresses
 _ROOM_DEFAULT = 0.65
 
 
-def _kind(device: Device) -> str:
+def _kind(device: Device, problem: Problem) -> str:
     if device.vendor == "amd":
         return "cdna" if device.wave_size == 64 else "rdna"
     if device.arch in ("sm_90", "sm_100", "sm_103"):
-        return "warpgroup"
+        pointers = problem.varlen or problem.mask or problem.bias or problem.dtype.itemsize > 2
+        return "warpgroup pointers" if pointers else "warpgroup"
     return "ampere" if device.arch == "sm_80" else "consumer"
 
 
@@ -250,7 +256,7 @@ def rule(kernel: str, problem: Problem, device: Device, blocked: tuple[Blocked, 
     """
     if device.vendor == "cpu":
         return Tiling(32, 32)
-    kind = _kind(device)
+    kind = _kind(device, problem)
     limit = _ROOM.get(kind, _ROOM_DEFAULT) * device.registers_per_thread
 
     def registers(tiling: Tiling) -> int:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+from pathlib import Path
+
 import torch
 
 from ...device import Device
 from ...problem import Problem
+from ...tuning import space_hash
 from .. import Gradients, Inputs, Needs, Plan
 
 NAME = "triton"
@@ -43,6 +48,18 @@ def supports(problem: Problem, device: Device) -> str | None:
 
 def tuned_kernels(problem: Problem) -> tuple[str, ...]:
     return ("forward", "backward_dkv", "backward_dq") if problem.needs_grad else ("forward",)
+
+
+@functools.cache
+def space(kernel: str) -> str:
+    """Hash of what a tiling of this kernel was tuned for: the kernels' code, comments and docstrings left out."""
+    parts = ["common.py", "forward_kernels.py" if kernel == "forward" else "backward_kernels.py"]
+    trees = [ast.parse(Path(__file__).with_name(part).read_text(encoding="utf-8")) for part in parts]
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+                del node.body[0]
+    return space_hash("\n".join(ast.unparse(tree) for tree in trees))
 
 
 def forward(inputs: Inputs, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
