@@ -47,11 +47,11 @@ def plot_speed(report: SpeedReport, path: str | Path) -> None:
                         line = _draw(panel, points, style, causal)
                         handles.setdefault(label + (", causal" if causal else ""), line)
             _dress(panel, f"{direction}, head_dim {head_dim}", [row.case.seqlen_k for row in report.rows if row.case.head_dim == head_dim])
-            panel.set_ylim(bottom=0)
     for panel in axes[-1]:
         panel.set_xlabel("sequence length")
     for panels in axes:
         panels[0].set_ylabel("TFLOP/s")
+        panels[0].set_ylim(bottom=0)  # last: a limit set before all panels of the row are drawn would hold them to it
     title = f"Attention on {report.identity['device']['name']}, {report.dtype}; bars: p20 to p80 of rounds\n{report.flops_convention}"
     figure.suptitle(title, fontsize=10)
     if handles:
