@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .backends import Plan, load
+from .backends import NAMES, Plan, load
 from .explanation import Explanation
 from .problem import DTYPE_NAMES
 from .tuning import override
@@ -153,7 +153,7 @@ def attention_varlen(
     for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if not isinstance(bound, (int, torch.SymInt)) or isinstance(bound, bool) or bound < 0:
             raise ValueError(f"{name}={bound!r}: must be an integer >= 0")
-    if validate or (query.device.type == "cpu" and not torch.compiler.is_compiling() and _plain(cu_seqlens_q, cu_seqlens_k)):
+    if validate or (query.device.type == "cpu" and not torch.compiler.is_compiling() and _readable(cu_seqlens_q, cu_seqlens_k)):
         _check_lengths("q", cu_seqlens_q, query.shape[0], max_seqlen_q if validate else None)
         _check_lengths("k", cu_seqlens_k, key.shape[0], max_seqlen_k if validate else None)
     prepared = _prepare(
@@ -201,16 +201,23 @@ _MAX_CHECKED = 8192
 
 def _plain(*tensors: Tensor) -> bool:
     """Whether nothing watches or transforms torch operators here, so that calling past the dispatcher changes nothing."""
+    return (
+        _readable(*tensors)
+        and torch._C._len_torch_function_stack() == 0
+        and not torch._C._autograd._profiler_enabled()
+        and not torch.is_autocast_enabled(tensors[0].device.type)
+    )
+
+
+def _readable(*tensors: Tensor) -> bool:
+    """Whether these tensors hold numbers that the host may read: none is fake, traced or transformed."""
     for t in tensors:
         if type(t) is not Tensor and type(t) is not torch.nn.Parameter:
             return False
     return (
         torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
-        and not torch._C._autograd._profiler_enabled()
-        and not torch.is_autocast_enabled(tensors[0].device.type)
     )
 
 
@@ -243,8 +250,8 @@ def _prepare(
     _check_agreement(query, key, value)
     query, key, value = _autocast(query, key, value)
     batch, heads_q, seqlen_q, seqlen_k = _check_shapes(query, key, value, layout, packed)
-    if backend is not None:
-        load(backend)
+    if backend is not None and backend not in NAMES:
+        load(backend)  # raises; a backend that exists is not imported here, where torch.compile traces
     _check_dropout(dropout_p)
     left, right, top_left = _check_window(causal, window)
     if scale is None:
