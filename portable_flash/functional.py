@@ -349,7 +349,7 @@ def _check_window(causal: bool | str, window: Any) -> tuple[int, int, bool]:
 def _check_number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name}={value!r}: must be a number")
-    if isinstance(value, (int, float)) and not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # math.isfinite would break torch.compile's graph where sizes are symbols
         raise ValueError(f"{name}={value!r}: must be finite")
     return float(value)
 
