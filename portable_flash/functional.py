@@ -254,9 +254,7 @@ def _prepare(
         load(backend)  # raises; a backend that exists is not imported here, where torch.compile traces
     _check_dropout(dropout_p)
     left, right, top_left = _check_window(causal, window)
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
-    scale = _check_number("scale", scale)
+    scale = None if scale is None else _check_number("scale", scale)
     softcap = 0.0 if softcap is None else _check_number("softcap", softcap)
     if softcap < 0:
         raise ValueError(f"softcap={softcap}: must be positive; None or 0 turns it off")

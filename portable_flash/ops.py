@@ -18,7 +18,7 @@ _TENSORS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
 )
 _OPTIONS = (
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, bool top_left, float scale, float softcap, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, bool top_left, float? scale, float softcap, "
     "str layout, bool deterministic, str backend"
 )
 _LIBRARY = torch.library.Library("portable_flash", "DEF")
@@ -66,6 +66,8 @@ def problem_of(
 def inputs_of(arguments: tuple) -> Inputs:
     query, key, value, bias, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k = arguments[:NUM_TENSORS]
     scale, softcap, layout = arguments[14:17]
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
     return Inputs(query, key, value, scale, softcap, layout, bias, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k)
 
 

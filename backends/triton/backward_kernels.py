@@ -13,17 +13,20 @@ beyond delta. The price is that S and dP are computed twice (7 matrix products, 
 import triton
 import triton.language as tl
 
-from .common import LOG2E, SIZES, block_ranges, load_rows, logits, program_block, seeing_queries, seen_keys, sequence_bounds, store_rows
+from .common import SIZES, block_ranges, exp_of, load_rows, logits, program_block, seeing_queries, seen_keys, sequence_bounds, store_rows
 
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_delta_kernel(
-    O, DO, DLSE, DELTA,  # DLSE may be None
+    O, DO, LSE, DLSE, DELTA,  # DLSE may be None
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, stride_dlb, stride_dlh, stride_dlm,
     stride_lb, stride_lh, num_blocks, heads_q, seqlen_q,
     BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M rows of one head. Packed tensors are one sequence here."""
+    """One program: BLOCK_M rows of one head. Packed tensors are one sequence here.
+
+    Rows that see no key get 0, whatever their gradients hold (even NaN).
+    """
     pid = tl.program_id(0)
     bh = pid // num_blocks
     m_start = (pid - bh * num_blocks) * BLOCK_M
@@ -31,21 +34,23 @@ def backward_delta_kernel(
     h = (bh % heads_q).to(tl.int64)
     o = load_rows(O + b * stride_ob + h * stride_oh, stride_om, m_start, 0, seqlen_q, b, h, BLOCK_M, BLOCK_DV, HEAD_DIM_V, True, False)
     do = load_rows(DO + b * stride_dob + h * stride_doh, stride_dom, m_start, 0, seqlen_q, b, h, BLOCK_M, BLOCK_DV, HEAD_DIM_V, True, False)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    # where O is 0 the product is: a row that sees nothing but a sink has O = 0, and a gradient that may be NaN
+    delta = tl.sum(tl.where(o == 0.0, 0.0, o.to(tl.float32) * do.to(tl.float32)), 1)
     rows = m_start + tl.arange(0, BLOCK_M)
     inside = rows < seqlen_q
     if HAS_DLSE:
         delta -= tl.load(DLSE + b * stride_dlb + h * stride_dlh + rows.to(tl.int64) * stride_dlm, mask=inside, other=0.0)
-    tl.store(DELTA + b * stride_lb + h * stride_lh + rows, delta, mask=inside)
+    lse = tl.load(LSE + b * stride_lb + h * stride_lh + rows, mask=inside, other=0.0)
+    tl.store(DELTA + b * stride_lb + h * stride_lh + rows, tl.where(lse == float("-inf"), 0.0, delta), mask=inside)
 
 
 @triton.jit
-def load_lse(LSE, rows, seqlen_q, CHECK: tl.constexpr, EMPTY_ROWS: tl.constexpr):
-    """lse in log2 units; +inf, so that P = 0, for rows outside the sequence (CHECK) and rows that see no key (EMPTY_ROWS)."""
+def load_lse(LSE, rows, seqlen_q, UNIT: tl.constexpr, CHECK: tl.constexpr, EMPTY_ROWS: tl.constexpr):
+    """lse in UNIT; +inf, so that P = 0, for rows outside the sequence (CHECK) and rows that see no key (EMPTY_ROWS)."""
     if CHECK:
-        lse = tl.load(LSE + rows, mask=rows < seqlen_q, other=float("inf")) * LOG2E
+        lse = tl.load(LSE + rows, mask=rows < seqlen_q, other=float("inf")) * UNIT
     else:
-        lse = tl.load(LSE + rows) * LOG2E
+        lse = tl.load(LSE + rows) * UNIT
     if EMPTY_ROWS:
         lse = tl.where(lse == float("-inf"), float("inf"), lse)
     return lse
@@ -61,9 +66,9 @@ def load_delta(DELTA, rows, seqlen_q, CHECK: tl.constexpr):
 
 
 @triton.jit
-def probabilities(s, lse):
+def probabilities(s, lse, UNIT: tl.constexpr):
     """P = exp(S - lse), at most 1 whatever the rounding of a huge lse; 0 where hidden (S is -inf there)."""
-    return tl.exp2(tl.minimum(s - lse, 0.0))
+    return exp_of(tl.minimum(s - lse, 0.0), UNIT)
 
 
 @triton.jit
@@ -93,7 +98,7 @@ def backward_dkv_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     TOP_LEFT: tl.constexpr, UNSEEN: tl.constexpr, VARLEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_Q: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_XCDS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    UNIT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_XCDS: tl.constexpr, NUM_STAGES: tl.constexpr,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one key/value head against all queries, of all heads of its group, that see them.
@@ -178,14 +183,14 @@ def backward_dkv_kernel(
             rows = m_start + tl.arange(0, BLOCK_M)
             q = load_rows(q_head, stride_qm, m_start, query_lo, query_hi, b, h, BLOCK_M, BLOCK_D, HEAD_DIM, CHECK_QUERIES, TMA)
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            lse = load_lse(lse_head, rows, seqlen_q, not EVEN_Q, UNSEEN or HAS_BIAS or HAS_MASK)
+            lse = load_lse(lse_head, rows, seqlen_q, UNIT, not EVEN_Q, UNSEEN or HAS_BIAS or HAS_MASK)
             s, ok, tanh = logits(
                 s, rows[None, :], key_pos, seqlen_q, seqlen_k, scale, softcap, slope,
                 bias_head, stride_bias_m, stride_bias_n, bias_m, bias_n, mask_head, stride_mask_m, stride_mask_n, mask_m, mask_n,
                 diagonal, window_left, window_right, (m_start < inner_lo) | (m_start >= inner_hi),
-                False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK,
+                False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, UNIT,
             )  # fmt: skip
-            p = probabilities(s, lse[None, :])
+            p = probabilities(s, lse[None, :], UNIT)
             do = load_rows(do_head, stride_dom, m_start, query_lo, query_hi, b, h, BLOCK_M, BLOCK_DV, HEAD_DIM_V, CHECK_QUERIES, TMA)
             if HAS_BIAS or HAS_MASK:  # queries that see nothing here may hold NaN, and 0 * NaN is NaN
                 sees = (tl.max(ok.to(tl.int32), 0) > 0)[:, None]
@@ -222,7 +227,7 @@ def backward_dq_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     TOP_LEFT: tl.constexpr, UNSEEN: tl.constexpr, VARLEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_K: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_XCDS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    UNIT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_XCDS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows of one query head against all keys that they see.
 
@@ -275,16 +280,19 @@ def backward_dq_kernel(
     key_lo, key_hi, _, _ = seen_keys(
         0, seqlen_q - 1, seqlen_q, seqlen_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT
     )
+    query_lo, query_hi, _, _ = seeing_queries(
+        0, seqlen_k - 1, seqlen_q, seqlen_k, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT
+    )
 
     rows = m_start + tl.arange(0, BLOCK_M)
     query_pos = rows[:, None]
     q = load_rows(
-        Q + q_base + h.to(tl.int64) * stride_qh, stride_qm, m_start, 0, seqlen_q, b, h, BLOCK_M, BLOCK_D, HEAD_DIM, True, False
+        Q + q_base + h.to(tl.int64) * stride_qh, stride_qm, m_start, query_lo, query_hi, b, h, BLOCK_M, BLOCK_D, HEAD_DIM, True, False
     )
     do = load_rows(
-        DO + do_base + h.to(tl.int64) * stride_doh, stride_dom, m_start, 0, seqlen_q, b, h, BLOCK_M, BLOCK_DV, HEAD_DIM_V, True, False
+        DO + do_base + h.to(tl.int64) * stride_doh, stride_dom, m_start, query_lo, query_hi, b, h, BLOCK_M, BLOCK_DV, HEAD_DIM_V, True, False
     )
-    lse = load_lse(LSE, rows, seqlen_q, True, True)
+    lse = load_lse(LSE, rows, seqlen_q, UNIT, True, True)
     delta = load_delta(DELTA, rows, seqlen_q, True)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n_start in tl.range(a, d, BLOCK_N, num_stages=NUM_STAGES):
@@ -298,9 +306,9 @@ def backward_dq_kernel(
             s, query_pos, key_pos, seqlen_q, seqlen_k, scale, softcap, slope,
             BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
             diagonal, window_left, window_right, (n_start < inner_lo) | (n_start >= inner_hi),
-            False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK,
+            False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, UNIT,
         )  # fmt: skip
-        p = probabilities(s, lse[:, None])
+        p = probabilities(s, lse[:, None], UNIT)
         ds = score_gradient(p, dp, delta[:, None], tanh, ok, HAS_BIAS or HAS_MASK, HAS_SOFTCAP)
         if HAS_BIAS or HAS_MASK:
             k = tl.where((tl.max(ok.to(tl.int32), 0) > 0)[:, None], k, 0.0)
@@ -323,7 +331,7 @@ def backward_dbias_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     TOP_LEFT: tl.constexpr, UNSEEN: tl.constexpr, VARLEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    SUM_B: tl.constexpr, SUM_H: tl.constexpr, SUM_M: tl.constexpr, SUM_N: tl.constexpr, PRECISION: tl.constexpr,
+    SUM_B: tl.constexpr, SUM_H: tl.constexpr, SUM_M: tl.constexpr, SUM_N: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of the bias gradient, dS summed over the dimensions SUM_* along which bias is broadcast."""
     pid = tl.program_id(0)
@@ -389,7 +397,7 @@ def backward_dbias_kernel(
                     q = load_rows(q_head, stride_qm, m_start, 0, rows_q, b, h, BLOCK_M, BLOCK_D, HEAD_DIM, True, False)
                     do = load_rows(do_head, stride_dom, m_start, 0, rows_q, b, h, BLOCK_M, BLOCK_DV, HEAD_DIM_V, True, False)
                     rows = m_start + tl.arange(0, BLOCK_M)
-                    lse = load_lse(LSE + l_base + h.to(tl.int64) * stride_lh, rows, rows_q, True, True)
+                    lse = load_lse(LSE + l_base + h.to(tl.int64) * stride_lh, rows, rows_q, UNIT, True, True)
                     delta = load_delta(DELTA + l_base + h.to(tl.int64) * stride_lh, rows, rows_q, True)
                     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
                     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -398,9 +406,9 @@ def backward_dbias_kernel(
                         bias_head, stride_bias_m, stride_bias_n, bias_m, bias_n,
                         mask_head, stride_mask_m, stride_mask_n, mask_m, mask_n,
                         diagonal, window_left, window_right, True,
-                        True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, True, HAS_MASK,
+                        True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, True, HAS_MASK, UNIT,
                     )  # fmt: skip
-                    p = probabilities(s, lse[:, None])
+                    p = probabilities(s, lse[:, None], UNIT)
                     # bias is added after the cap: its gradient does not pass through it
                     acc += score_gradient(p, dp, delta[:, None], tanh, ok, True, False)
 

@@ -11,9 +11,12 @@ Constexprs common to all kernels:
   TMA                  streamed tensors are 4-D tensor descriptors, not pointers
   PRECISION            of float32 products: "ieee" or "tf32"
 
-Logits are kept in units of log2 (multiplied by log2 e), so that exp is the hardware's exp2. They are formed by a
-rounded multiplication followed by a subtraction, never by one fused multiply-add: with a fused one the maximum's own
-exponent is a rounding residue that grows with the logit, and huge logits overflow. The launcher turns fusion off.
+  UNIT                 of the logits inside the kernels: log2 e, so that exp is the hardware's exp2 at no cost, or 1 for
+                       float32 inputs, where the rounding of large logits in the other unit would show
+
+Logits are formed by a rounded multiplication followed by a subtraction, never by one fused multiply-add: with a fused one
+the maximum's own exponent is a rounding residue that grows with the logit, and huge logits overflow. The launcher turns
+fusion off.
 """
 
 import triton
@@ -29,6 +32,14 @@ SIZES = [
     "num_blocks", "num_heads", "heads_per_group", "heads_q", "heads_k", "group", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k",
     "window_left", "window_right", "bias_m", "bias_n", "mask_m", "mask_n", "m_tiles", "n_tiles", "bias_heads",
 ]  # fmt: skip
+
+
+@triton.jit
+def exp_of(x, UNIT: tl.constexpr):
+    """exp of a difference of logits."""
+    if UNIT != LOG2E:
+        x = x * LOG2E
+    return tl.exp2(x)
 
 
 @triton.jit
@@ -178,9 +189,9 @@ def logits(
     BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
     diagonal, window_left, window_right, edge,
     CHECK_END: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Logits in log2 units from q . k, -inf where hidden; what bias and mask let through; tanh, for the cap's derivative.
+    """Logits in UNIT from q . k, -inf where hidden; what bias and mask let through; tanh, for the cap's derivative.
 
     products has its queries and keys on either axis: query_pos and key_pos broadcast against it. `edge` is a scalar:
     whether position hides anything in this tile. It is the same for all threads, so that inner tiles jump over the
@@ -190,12 +201,12 @@ def logits(
     tanh = products
     if HAS_SOFTCAP:
         tanh = 1.0 - 2.0 / (tl.exp2(products * (scale * 2.0 * LOG2E / softcap)) + 1.0)
-        s = tanh * (softcap * LOG2E)
+        s = tanh * (softcap * UNIT)
     else:
-        s = products * (scale * LOG2E)
+        s = products * (scale * UNIT)
     if HAS_ALIBI:  # always bottom-right, like the formula in the documentation
         distance = tl.abs(query_pos + (seqlen_k - seqlen_q) - key_pos)
-        s = s - slope * LOG2E * distance.to(tl.float32)
+        s = s - slope * UNIT * distance.to(tl.float32)
     ok = key_pos < seqlen_k
     if HAS_MASK or HAS_BIAS:
         ok = visible(query_pos, key_pos, seqlen_k, diagonal, window_left, window_right, True, HAS_LEFT, HAS_RIGHT)
@@ -213,8 +224,8 @@ def logits(
         at = query_pos.to(tl.int64) * stride_bias_m + key_pos.to(tl.int64) * stride_bias_n
         bias = tl.load(BIAS + at, mask=inside, other=float("-inf")).to(tl.float32)
         ok = ok & (bias > float("-inf"))
-        # a finite bias is never a mask: what overflows float32 in log2 units is held at its ends
-        s = tl.maximum(tl.minimum(s + bias * LOG2E, FLOAT32_MAX), -FLOAT32_MAX)
+        # a finite bias is never a mask: what overflows float32 is held at its ends
+        s = tl.maximum(tl.minimum(s + bias * UNIT, FLOAT32_MAX), -FLOAT32_MAX)
     if HAS_MASK or HAS_BIAS:
         s = tl.where(ok, s, float("-inf"))
     return s, ok, tanh

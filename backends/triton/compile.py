@@ -51,7 +51,7 @@ def compile_problem(problem: Problem, device: Device, kernels: dict[str, KernelP
         result["forward"] = compile_launch(launch, (*operands, out, lse, *head), device)
     if "backward_dkv" in kernels:
         launch, _ = host.plan_delta(inputs, plan, out, grad_out, None)
-        result["backward_delta"] = compile_launch(launch, (out, grad_out, None, lse), device)
+        result["backward_delta"] = compile_launch(launch, (out, grad_out, lse, None, lse), device)
         for dk, dv in host.dkv_passes(plan, Needs()):
             launch, tma = host.plan_dkv(inputs, plan, grad_out, dk, dv)
             q, do = host._dkv_descriptors(inputs, plan, grad_out) if tma else (inputs.query, grad_out)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .common import LN2, LOG2E, SIZES, block_ranges, load_rows, logits, program_block, seen_keys, sequence_bounds, store_rows
+from .common import LN2, SIZES, block_ranges, exp_of, load_rows, logits, program_block, seen_keys, sequence_bounds, store_rows
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -21,7 +21,7 @@ def forward_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     TOP_LEFT: tl.constexpr, UNSEEN: tl.constexpr, VARLEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, EVEN_K: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_XCDS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    UNIT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, NUM_XCDS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows of one query head against all keys that they see.
 
@@ -83,7 +83,7 @@ def forward_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:  # one more logit in the denominator, with no value
-        sink = tl.load(SINKS + h).to(tl.float32) * LOG2E
+        sink = tl.load(SINKS + h).to(tl.float32) * UNIT
         m = tl.zeros([BLOCK_M], tl.float32) + sink
         l = tl.where(m == float("-inf"), 0.0, 1.0)
 
@@ -96,14 +96,14 @@ def forward_kernel(
             s, query_pos, key_pos, seqlen_q, seqlen_k, scale, softcap, slope,
             BIAS, stride_bias_m, stride_bias_n, bias_m, bias_n, MASK, stride_mask_m, stride_mask_n, mask_m, mask_n,
             diagonal, window_left, window_right, (n_start < inner_lo) | (n_start >= inner_hi),
-            not EVEN_K, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK,
+            not EVEN_K, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, UNIT,
         )  # fmt: skip
         m_new = tl.maximum(m, tl.max(s, 1))
         m_safe = m_new
         if HAS_LEFT or UNSEEN or HAS_BIAS or HAS_MASK:  # a row that has seen nothing yet: -inf - -inf is NaN
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - m_safe[:, None])
-        alpha = tl.exp2(m - m_safe)
+        p = exp_of(s - m_safe[:, None], UNIT)
+        alpha = exp_of(m - m_safe, UNIT)
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         v = load_rows(V, stride_vn, n_start, key_lo, key_hi, b, hk, BLOCK_N, BLOCK_DV, HEAD_DIM_V, CHECK_KEYS, TMA)
@@ -116,6 +116,6 @@ def forward_kernel(
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
     acc = acc * tl.where(empty, 0.0, 1.0 / l)[:, None]
-    lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)
+    lse = tl.where(empty, float("-inf"), m / UNIT + tl.log2(l) * LN2)
     store_rows(O, acc, stride_om, m_start, seqlen_q, BLOCK_M, BLOCK_DV, HEAD_DIM_V)
     tl.store(LSE + rows, lse, mask=rows < seqlen_q)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 
@@ -32,7 +33,7 @@ def _planned(key: tuple, plan: Plan, prepare, *arguments) -> tuple[Launch, bool]
 
 
 # ---------------------------------------------------------------- what is decided before a launch
-def features(problem: Problem) -> dict[str, bool]:
+def features(problem: Problem) -> dict[str, bool | float]:
     """Constexprs that say what the call uses, common to all kernels."""
     return {
         "HAS_LEFT": problem.window_left is not None,
@@ -44,6 +45,7 @@ def features(problem: Problem) -> dict[str, bool]:
         "HAS_MASK": problem.mask,
         "HAS_ALIBI": problem.alibi,
         "HAS_SOFTCAP": problem.softcap,
+        "UNIT": 1.0 if problem.dtype == torch.float32 else math.log2(math.e),
     }
 
 
@@ -251,7 +253,7 @@ def backward(
     grads = Gradients()
     delta = torch.empty_like(lse)
     launch, _ = _planned(("delta", *key, None if grad_lse is None else grad_lse.stride()), plan, plan_delta, inputs, plan, out, grad_out, grad_lse)
-    launch(out, grad_out, grad_lse, delta)
+    launch(out, grad_out, lse, grad_lse, delta)
     tail = (*_extras(inputs), inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.scale, inputs.softcap)
     if needs.key or needs.value:
         grads.key = _new_gradient(inputs.key, problem) if needs.key else None
@@ -278,7 +280,7 @@ def backward(
 def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, varlen: bool) -> torch.Tensor:
     """dsink_h = - sum over batch and rows of exp(sink_h - lse) * delta: a sink is a key whose value is 0."""
     heads = (slice(None), None) if varlen else (None, slice(None), None)
-    share = torch.exp(sinks[heads] - lse).nan_to_num_(0.0)  # -inf - -inf: no sink and no key
+    share = torch.exp(sinks[heads] - lse).masked_fill_(lse == float("-inf"), 0.0)  # no sink and no key, or in no sequence
     return -(share * delta).sum(-1 if varlen else (0, 2))
 
 
