@@ -214,6 +214,11 @@ _CANDIDATES: dict[str, dict[str, tuple[Tiling, ...]]] = {
         "backward_dkv": (Tiling(32, 64, 4, 3), Tiling(32, 64, 4, 2, split_dkv=True), Tiling(32, 64, 8, 2)),
         "backward_dq": (Tiling(64, 64, 4, 2), Tiling(128, 32, 8, 2), Tiling(64, 32, 4, 2), Tiling(64, 32, 4, 1)),
     },
+    "float32": {  # NVIDIA at full float32 precision: no matrix unit, so that blocks and code a thread stay small
+        "forward": (Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 1)),
+        "backward_dkv": (Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 1)),
+        "backward_dq": (Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 1)),
+    },
     "ampere": {  # sm_80: 163 KB of shared memory, operands in registers
         "forward": (Tiling(128, 64, 4, 3), Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2), Tiling(64, 32, 4, 2)),
         "backward_dkv": (Tiling(64, 128, 8, 2), Tiling(32, 128, 8, 2), Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 1)),
@@ -242,8 +247,10 @@ _ROOM_DEFAULT = 0.65
 def _kind(device: Device, problem: Problem) -> str:
     if device.vendor == "amd":
         return "cdna" if device.wave_size == 64 else "rdna"
+    if problem.dtype.itemsize > 2:
+        return "float32"
     if device.arch in ("sm_90", "sm_100", "sm_103"):
-        pointers = problem.varlen or problem.mask or problem.bias or problem.dtype.itemsize > 2
+        pointers = problem.varlen or problem.mask or problem.bias
         return "warpgroup pointers" if pointers else "warpgroup"
     return "ampere" if device.arch == "sm_80" else "consumer"
 
@@ -267,16 +274,16 @@ def rule(kernel: str, problem: Problem, device: Device, blocked: tuple[Blocked, 
             tiling = tiling.replace(num_warps=2 * tiling.num_warps)
         return tiling
 
-    tilings = [_clip(_narrow(t, problem), problem) for t in _CANDIDATES[kind][kernel]]
+    tilings = [_clip(_narrow(t, problem, kind), problem) for t in _CANDIDATES[kind][kernel]]
     tilings = [spread(t) for t in (*tilings, *_shrink(tilings[-1], kernel))]
     tilings = [t for t in tilings if not any(b(t) for b in blocked)] or tilings[-1:]
     fitting = [t for t in tilings if t.unfit(kernel, problem, device) is None]
     return next((t for t in fitting if registers(t) <= limit), None) or (fitting or tilings)[-1]
 
 
-def _narrow(tiling: Tiling, problem: Problem) -> Tiling:
-    """Inputs of 4 bytes and more have no matrix unit at full precision: half of each block, so that operands stay in registers."""
-    if problem.dtype.itemsize < 4:
+def _narrow(tiling: Tiling, problem: Problem, kind: str) -> Tiling:
+    """AMD at full float32 precision: half of each block, so that operands stay in registers."""
+    if kind == "float32" or problem.dtype.itemsize < 4:
         return tiling
     return tiling.replace(block_m=max(16, tiling.block_m // 2), block_n=max(16, tiling.block_n // 2))
 
