@@ -47,7 +47,7 @@ def _api(backend: str | None, device: str) -> SimpleNamespace:
 
 def run(case: dict, backend: str | None = None, device: str = "cpu") -> None:
     """Execute a case's repro on a device; raises whatever it raises, NotBuilt when it cannot be asked yet."""
-    names = {"__name__": case["id"], "math": math, "torch": torch}
+    names = {"__name__": __name__, "math": math, "torch": torch}
     prelude = _DOCUMENT["prelude"].replace("import math, torch, portable_flash as pf", "import math, torch")
     prelude = prelude.replace('DEV, f16, bf16, f32, inf, nan = "cpu",', f'DEV, f16, bf16, f32, inf, nan = "{device}",')
     assert "portable_flash" not in prelude and f'nan = "{device}"' in prelude
