@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import ops
 from .backends import NAMES, Plan, load
-from .explanation import Explanation
 from .problem import DTYPE_NAMES
 from .tuning import override
+
+if TYPE_CHECKING:
+    from .explanation import Explanation
 
 LAYOUTS = ("bhsd", "bshd")
 CAUSAL = (False, True, "bottom_right", "top_left")
