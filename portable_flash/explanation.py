@@ -55,7 +55,8 @@ def explain_arguments(arguments: tuple, device: str | None, needs_grad: bool) ->
         hbm["forward"] = plan.kernels["forward"].tiling.hbm_bytes("forward", problem, where)
         if needs_grad:
             # dK/dV streams by its own block_n, dQ by its own block_m: together they are the backward pass
-            tiling = plan.kernels["backward_dq"].tiling.replace(block_n=plan.kernels["backward_dkv"].tiling.block_n)
+            dkv = plan.kernels["backward_dkv"].tiling
+            tiling = plan.kernels["backward_dq"].tiling.replace(block_n=dkv.block_n, split_dkv=dkv.split_dkv)
             hbm["backward"] = tiling.hbm_bytes("backward", problem, where)
     return Explanation(
         plan, {d: problem.flops(d) for d in directions}, hbm, {d: problem.unfused_hbm_bytes(d) for d in directions}

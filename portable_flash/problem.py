@@ -56,7 +56,7 @@ class Problem:
     @property
     def group(self) -> int:
         """Query heads that share one key/value head."""
-        return self.heads_q // self.heads_k
+        return self.heads_q // self.heads_k if self.heads_k else 1
 
     def visible_pairs(self) -> int:
         """Number of (query, key) pairs of one head that position alone lets through (masks not counted)."""

@@ -119,7 +119,8 @@ class Tiling:
         stream_q = (io["q"] + io["o"]) * _passes(k_blocks, (io["q"] + io["o"]) // max(1, problem.batch * problem.heads_k), device)
         delta = 2 * io["o"] + 2 * io["lse"]  # rowsum(dO * O), stored like lse
         dq = io["q"] + io["o"] + 2 * io["lse"] + io["q"] + stream_k  # Q, dO, lse, delta in; dQ out; K and V streamed
-        dkv = 2 * (io["k"] + io["v"]) + stream_q + 2 * io["lse"]  # K, V in; dK, dV out; Q and dO streamed
+        passes = 2 if self.split_dkv else 1
+        dkv = io["k"] + io["v"] + passes * (io["k"] + io["v"] + stream_q + 2 * io["lse"])  # dK, dV out; K, V in; Q and dO streamed
         return delta + dq + dkv
 
 

@@ -69,9 +69,9 @@ def broadcast_strides(tensor: torch.Tensor | None) -> tuple[int, ...]:
 
 
 def describable(tensor: torch.Tensor) -> bool:
-    """Whether the tensor memory accelerator can address it: 16-byte base and strides, no broadcast dimension."""
+    """Whether the tensor memory accelerator can address it: not empty, 16-byte base and strides, no broadcast dimension."""
     size = tensor.element_size()
-    if tensor.data_ptr() % 16 or tensor.stride(-1) != 1:
+    if tensor.numel() == 0 or tensor.data_ptr() % 16 or tensor.stride(-1) != 1:
         return False
     return all(n == 1 or (s > 0 and s * size % 16 == 0) for n, s in zip(tensor.shape[:-1], tensor.stride()))
 
