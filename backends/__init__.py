@@ -105,7 +105,8 @@ class Backend(Protocol):
         """Output, shaped like query with value's head_dim; lse float32 (B, Hq, Sq), packed (Hq, total_q)."""
 
     def backward(
-        self, inputs: Inputs, plan: Plan, out: torch.Tensor, lse: torch.Tensor, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, needs: Needs
+        self, inputs: Inputs, plan: Plan, out: torch.Tensor, lse: torch.Tensor,
+        grad_out: torch.Tensor, grad_lse: torch.Tensor | None, needs: Needs,
     ) -> Gradients:
         """Gradients of what `needs` names, S and P recomputed from lse."""
 

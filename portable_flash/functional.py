@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import ops
 from .backends import NAMES, Plan, load
-from .problem import DTYPE_NAMES
+from .problem import DTYPE_NAMES, MAX_ROW_STRIDE
 from .tuning import override
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def attention(
 
     Args:
         query: (B, Hq, Sq, D), or (B, Sq, Hq, D) with ``layout="bshd"``; float16, bfloat16 or float32 (on the CPU also
-            float64). Strides are free; a last dimension that is not contiguous is copied.
+            float64). Strides are free; a last dimension that is not contiguous, or rows 2**23 elements apart, are copied.
         key: (B, Hk, Sk, D). Hq is a multiple of Hk: query head h reads key head h // (Hq / Hk).
         value: (B, Hk, Sk, Dv). D and Dv are 1 to 256.
         causal: True or "bottom_right": query i sees keys j <= i + Sk - Sq, so that new queries attend to a longer cache;
@@ -240,7 +240,8 @@ def _run_eager(arguments: tuple, plan: Plan) -> tuple[Tensor, Tensor]:
 
 # ---------------------------------------------------------------- checks
 def _prepare(
-    query, key, value, causal, window, scale, softcap, bias, alibi_slopes, sinks, mask, dropout_p, layout, deterministic, backend, packed=None
+    query, key, value, causal, window, scale, softcap, bias, alibi_slopes, sinks, mask, dropout_p, layout, deterministic, backend,
+    packed=None,
 ) -> tuple:  # fmt: skip
     """Check everything about a call that the host can know; return the forward operator's arguments."""
     if layout not in LAYOUTS:
@@ -266,11 +267,17 @@ def _prepare(
     alibi_slopes = _check_slopes(alibi_slopes, batch, heads_q, query)
     sinks = _check_sinks(sinks, heads_q, query)
     _, cu_q, cu_k, max_q, max_k = packed or (batch, None, None, seqlen_q, seqlen_k)
-    query, key, value = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (query, key, value))
+    query, key, value = (_addressable(t, layout) for t in (query, key, value))
     return (
         query, key, value, bias, alibi_slopes, sinks, mask, cu_q, cu_k, max_q, max_k, left, right, top_left,
         scale, softcap, layout, bool(deterministic), backend or "",
     )  # fmt: skip
+
+
+def _addressable(tensor: Tensor, layout: str) -> Tensor:
+    """The tensor, or a copy where kernels could not address a tile: they step along rows with 32-bit offsets."""
+    rows = tensor.stride(0 if tensor.dim() == 3 else 2 if layout == "bhsd" else 1)
+    return tensor if (tensor.stride(-1) == 1 or tensor.shape[-1] == 1) and rows < MAX_ROW_STRIDE else tensor.contiguous()
 
 
 def _check_tensor(name: str, tensor: Any, dims: int, shape: str) -> None:
@@ -401,7 +408,8 @@ def _check_slopes(slopes: Tensor | None, batch: int, heads: int, query: Tensor) 
     if not slopes.is_floating_point():
         raise TypeError(f"alibi_slopes is {slopes.dtype}: must be floating point")
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):
-        raise ValueError(f"alibi_slopes has shape {tuple(slopes.shape)}: allowed are (query heads,) = ({heads},) and (batch, query heads) = ({batch}, {heads})")
+        allowed = f"(query heads,) = ({heads},) and (batch, query heads) = ({batch}, {heads})"
+        raise ValueError(f"alibi_slopes has shape {tuple(slopes.shape)}: allowed are {allowed}")
     if slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("alibi_slopes requires a gradient, which is not implemented: pass alibi_slopes.detach(), or bias=")
     return slopes.to(_wide(query)).expand(batch, heads)

@@ -14,6 +14,9 @@ DTYPE_NAMES = {
 }
 
 
+MAX_ROW_STRIDE = 2**23  # elements from row to row: the 256 rows of the largest tile then span less than 2**31
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """The sizes and options of one attention call; everything that a choice of kernel may depend on.

@@ -111,12 +111,13 @@ class Tiling:
         io = problem.operand_bytes()
         q_blocks = -(-problem.seqlen_q // self.block_m) if problem.seqlen_q else 0
         k_blocks = -(-problem.seqlen_k // self.block_n) if problem.seqlen_k else 0
-        stream_k = (io["k"] + io["v"]) * _passes(q_blocks * problem.group, (io["k"] + io["v"]) // max(1, problem.batch * problem.heads_k), device)
+        kv_heads = max(1, problem.batch * problem.heads_k)
+        stream_k = (io["k"] + io["v"]) * _passes(q_blocks * problem.group, (io["k"] + io["v"]) // kv_heads, device)
         if direction == "forward":
             return io["q"] + io["o"] + io["lse"] + stream_k
         if direction != "backward":
             raise ValueError(f"direction={direction!r}: allowed are 'forward' and 'backward'")
-        stream_q = (io["q"] + io["o"]) * _passes(k_blocks, (io["q"] + io["o"]) // max(1, problem.batch * problem.heads_k), device)
+        stream_q = (io["q"] + io["o"]) * _passes(k_blocks, (io["q"] + io["o"]) // kv_heads, device)
         delta = 2 * io["o"] + 2 * io["lse"]  # rowsum(dO * O), stored like lse
         dq = io["q"] + io["o"] + 2 * io["lse"] + io["q"] + stream_k  # Q, dO, lse, delta in; dQ out; K and V streamed
         passes = 2 if self.split_dkv else 1

@@ -8,7 +8,7 @@ import torch
 from calls import Case
 
 import portable_flash
-from portable_flash import attention, attention_varlen, explain, reference
+from portable_flash import attention, attention_varlen, explain, functional, reference
 
 F64 = torch.float64
 
@@ -499,3 +499,11 @@ def test_a_mistake_after_a_right_call_is_still_found():
 def test_public_names():
     assert all(hasattr(portable_flash, name) for name in portable_flash.__all__)
     assert set(reference.GRADIENTS) == {"query", "key", "value", "bias", "sinks"}
+
+
+def test_rows_too_far_apart_for_32_bit_offsets_are_copied():
+    far = torch.empty_strided((1, 1, 3, 8), (1, 1, functional.MAX_ROW_STRIDE, 1))
+    near = torch.empty_strided((1, 1, 3, 8), (1, 1, functional.MAX_ROW_STRIDE - 1, 1))
+    assert functional._addressable(near, "bhsd") is near
+    assert functional._addressable(far, "bhsd").stride() == (24, 24, 8, 1)
+    assert functional._addressable(far.transpose(1, 2), "bshd").is_contiguous()

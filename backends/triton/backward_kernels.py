@@ -286,12 +286,10 @@ def backward_dq_kernel(
 
     rows = m_start + tl.arange(0, BLOCK_M)
     query_pos = rows[:, None]
-    q = load_rows(
-        Q + q_base + h.to(tl.int64) * stride_qh, stride_qm, m_start, query_lo, query_hi, b, h, BLOCK_M, BLOCK_D, HEAD_DIM, True, False
-    )
-    do = load_rows(
-        DO + do_base + h.to(tl.int64) * stride_doh, stride_dom, m_start, query_lo, query_hi, b, h, BLOCK_M, BLOCK_DV, HEAD_DIM_V, True, False
-    )
+    q_head = Q + q_base + h.to(tl.int64) * stride_qh
+    q = load_rows(q_head, stride_qm, m_start, query_lo, query_hi, b, h, BLOCK_M, BLOCK_D, HEAD_DIM, True, False)
+    do_head = DO + do_base + h.to(tl.int64) * stride_doh
+    do = load_rows(do_head, stride_dom, m_start, query_lo, query_hi, b, h, BLOCK_M, BLOCK_DV, HEAD_DIM_V, True, False)
     lse = load_lse(LSE, rows, seqlen_q, UNIT, True, True)
     delta = load_delta(DELTA, rows, seqlen_q, True)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -330,7 +328,8 @@ def backward_dbias_kernel(
     m_tiles, n_tiles, bias_heads, batch, heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    TOP_LEFT: tl.constexpr, UNSEEN: tl.constexpr, VARLEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    TOP_LEFT: tl.constexpr, UNSEEN: tl.constexpr, VARLEN: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     SUM_B: tl.constexpr, SUM_H: tl.constexpr, SUM_M: tl.constexpr, SUM_N: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of the bias gradient, dS summed over the dimensions SUM_* along which bias is broadcast."""

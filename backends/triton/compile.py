@@ -80,7 +80,9 @@ def meta_call(problem: Problem, layout: str = "bhsd") -> tuple[Inputs, torch.Ten
         shape = lambda heads, rows, width: (p.batch, heads, rows, width) if layout == "bhsd" else (p.batch, rows, heads, width)
         rows_q, rows_k = p.seqlen_q, p.seqlen_k
     inputs = Inputs(
-        new(*shape(p.heads_q, rows_q, p.head_dim)), new(*shape(p.heads_k, rows_k, p.head_dim)), new(*shape(p.heads_k, rows_k, p.head_dim_v)),
+        new(*shape(p.heads_q, rows_q, p.head_dim)),
+        new(*shape(p.heads_k, rows_k, p.head_dim)),
+        new(*shape(p.heads_k, rows_k, p.head_dim_v)),
         scale=p.head_dim**-0.5, softcap=30.0 if p.softcap else 0.0, layout=layout,
         bias=new(1, p.heads_q, p.seqlen_q, p.seqlen_k) if p.bias else None,
         alibi_slopes=new(p.batch, p.heads_q, dtype=torch.float32) if p.alibi else None,

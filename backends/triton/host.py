@@ -8,7 +8,7 @@ import math
 import torch
 
 from ...device import Device
-from ...problem import Problem
+from ...problem import MAX_ROW_STRIDE, Problem
 from ...tiling import Tiling, padded_head_dim
 from .. import Gradients, Inputs, Needs, Plan
 from .backward_kernels import backward_dbias_kernel, backward_delta_kernel, backward_dkv_kernel, backward_dq_kernel
@@ -83,7 +83,7 @@ def unseen_slots(problem: Problem) -> bool:
     diagonal = 0 if problem.top_left else problem.seqlen_k - problem.seqlen_q
     left, right = problem.window_left, problem.window_right
     keys = (right is not None and problem.seqlen_q + diagonal + right < problem.seqlen_k) or (left is not None and diagonal - left > 0)
-    queries = (right is not None and diagonal + right < 0) or (left is not None and problem.seqlen_q - 1 + diagonal - left > problem.seqlen_k - 1)
+    queries = (right is not None and diagonal + right < 0) or (left is not None and problem.seqlen_q + diagonal - left > problem.seqlen_k)
     return keys or queries
 
 
@@ -190,7 +190,10 @@ def forward(inputs: Inputs, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
     launch, tma = _planned(name, plan, plan_forward, inputs, plan)
     if tma:
         query, key, value = _forward_descriptors(inputs, plan)
-    launch(query, key, value, out, lse, *_extras(inputs), inputs.sinks, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.scale, inputs.softcap)
+    launch(
+        query, key, value, out, lse, *_extras(inputs), inputs.sinks, inputs.cu_seqlens_q, inputs.cu_seqlens_k,
+        inputs.scale, inputs.softcap,
+    )  # fmt: skip
     return out, lse
 
 
@@ -247,7 +250,8 @@ def backward(
     inputs: Inputs, plan: Plan, out: torch.Tensor, lse: torch.Tensor, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, needs: Needs
 ) -> Gradients:
     problem = plan.problem
-    if grad_out.stride(-1) != 1 and grad_out.shape[-1] != 1:
+    rows_apart = head_strides(grad_out, inputs.layout)[2]
+    if (grad_out.stride(-1) != 1 and grad_out.shape[-1] != 1) or rows_apart >= MAX_ROW_STRIDE:
         grad_out = grad_out.contiguous()
     key = (id(plan), *_strides_key(inputs), grad_out.stride(), *alignment(inputs.query, inputs.key, inputs.value, grad_out, inputs.bias))
     grads = Gradients()
