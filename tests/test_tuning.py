@@ -362,3 +362,10 @@ def test_rule_on_the_cpu_and_on_a_gpu_that_nobody_knows():
         assert lookup(kernel, large, tiny).tiling.unfit(kernel, large, tiny) is None
     unknown = Device("gfx1250", "amd", "gfx1250", "?", 1)  # no shared memory known: nothing fits, there is still an answer
     assert lookup("forward", problem(), unknown).source == "rule"
+
+
+def test_shipped_tilings_were_made_for_the_kernels_that_are_shipped():
+    from portable_flash.backends import triton as backend
+
+    recorded = {(record.file, name): kernel.space for record in catalogue().values() for name, kernel in record.kernels.items()}
+    assert recorded and all(space == backend.space(name) for (_, name), space in recorded.items()), recorded

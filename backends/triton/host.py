@@ -256,7 +256,8 @@ def backward(
     key = (id(plan), *_strides_key(inputs), grad_out.stride(), *alignment(inputs.query, inputs.key, inputs.value, grad_out, inputs.bias))
     grads = Gradients()
     delta = torch.empty_like(lse)
-    launch, _ = _planned(("delta", *key, None if grad_lse is None else grad_lse.stride()), plan, plan_delta, inputs, plan, out, grad_out, grad_lse)
+    lse_stride = None if grad_lse is None else grad_lse.stride()
+    launch, _ = _planned(("delta", *key, lse_stride), plan, plan_delta, inputs, plan, out, grad_out, grad_lse)
     launch(out, grad_out, lse, grad_lse, delta)
     tail = (*_extras(inputs), inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.scale, inputs.softcap)
     if needs.key or needs.value:
@@ -333,7 +334,8 @@ def plan_delta(inputs: Inputs, plan: Plan, out: torch.Tensor, grad_out: torch.Te
         "BLOCK_M": _DELTA_ROWS, "BLOCK_DV": padded_head_dim(problem.head_dim_v), "HEAD_DIM_V": problem.head_dim_v,
         "HAS_DLSE": grad_lse is not None,
     }  # fmt: skip
-    return Launch(backward_delta_kernel, _guard(num_blocks * problem.heads_q * sequences), integers, constexprs, compile_options(_DELTA_TILING, plan.device)), False
+    programs = _guard(num_blocks * problem.heads_q * sequences)
+    return Launch(backward_delta_kernel, programs, integers, constexprs, compile_options(_DELTA_TILING, plan.device)), False
 
 
 def dkv_passes(plan: Plan, needs: Needs) -> list[tuple[bool, bool]]:
@@ -355,7 +357,8 @@ def plan_dkv(inputs: Inputs, plan: Plan, grad_out: torch.Tensor, need_dk: bool, 
         num_blocks, heads, heads_per_group(problem, device, streamed, heads, 1), problem.heads_k, *_sizes(problem),
     )  # fmt: skip
     constexprs = {
-        "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, **widths(problem), **features(problem), **_common(tiling, problem, device, tma),
+        "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, **widths(problem), **features(problem),
+        **_common(tiling, problem, device, tma),
         "EVEN_Q": not problem.varlen and problem.seqlen_q % tiling.block_m == 0, "NEED_DK": need_dk, "NEED_DV": need_dv,
     }  # fmt: skip
     return Launch(backward_dkv_kernel, _guard(num_blocks * heads), integers, constexprs, compile_options(tiling, device)), tma
