@@ -52,7 +52,8 @@ def _choose(problem: Problem, device: Device, wanted: str | None) -> Plan:
         if reason is None and device.present:
             reason = probe(name, device)
         if reason is None:
-            _warn_fallback(name, rejected)
+            if device.present:
+                _warn_fallback(name, rejected)
             return Plan(problem, device, name, _tilings(backend, problem, device), tuple(rejected))
         rejected.append((name, reason))
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in rejected)
