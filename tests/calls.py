@@ -159,8 +159,8 @@ class Call:
         keys = grads.value[..., :1] == 0
         assert rows.any() or keys.any()
         fill = lambda tensor, where: tensor.masked_fill(where, number)
-        dirty = dict(query=fill(self.query, rows), key=fill(self.key, keys), value=fill(self.value, keys), grad_out=fill(self.grad_out, rows))
-        return replace(self, **dirty)
+        queries = dict(query=fill(self.query, rows), grad_out=fill(self.grad_out, rows))
+        return replace(self, **queries, key=fill(self.key, keys), value=fill(self.value, keys))
 
     def check(self) -> tuple[Tensor, Tensor, Gradients]:
         """Run forward and backward, judge everything, and return it."""
