@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from portable_flash import NoBackendError, attention, backends, dispatch
+from portable_flash import NoBackendError, Tiling, attention, backends, dispatch, tuning
 from portable_flash.backends import Gradients
 from portable_flash.device import cpu, named
 from portable_flash.problem import Problem
@@ -206,6 +206,20 @@ def test_equal_problems_share_a_plan_and_others_do_not():
     assert dispatch.plan(replace(PROBLEM, seqlen_k=65), cpu()) is not plan
     assert dispatch.plan(PROBLEM, cpu(), "cpu") is not plan
     assert dispatch.plan(PROBLEM, H200) is not plan
+
+
+def test_an_override_reaches_calls_that_are_remembered(install):
+    """The shortcut of repeated calls holds a plan: inside a `tuning` block it must not be used, and after it again."""
+    fake, seen = install(Fake()), []
+    fake.tuned_kernels = lambda problem: ("forward",)
+    forward = fake.forward
+    fake.forward = lambda inputs, plan: seen.append(plan.kernels["forward"].tiling) or forward(inputs, plan)
+    for _ in range(3):
+        attention(*qkv())
+    with tuning(forward=Tiling(128, 16)):
+        attention(*qkv())
+    attention(*qkv())
+    assert seen[-2] == Tiling(128, 16) and seen[-1] == seen[-3] != Tiling(128, 16)
 
 
 def test_memory_of_plans_is_bounded(monkeypatch):
