@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from .backends import KernelPlan
 from .device import Device, catalogue
 from .problem import Problem
-from .tiling import KERNELS, Tiling, next_power_of_2
+from .tiling import KERNELS, Tiling, next_power_of_2, padded_head_dim
 
 if TYPE_CHECKING:  # the reader is imported at the first look-up
     from .database import Blocked, DeviceRecord
@@ -201,10 +201,11 @@ def triton_version() -> str | None:
 
 
 # ------------------------------------------------------------------ rule
-# Candidates by kind of matrix unit, best first. The first that fits with room to spare is taken, so one list serves
-# every head_dim: large head_dims reject the large tiles.
+# Candidates by kind of matrix unit and what else decides how many registers are left, best first. The first that fits
+# with room to spare is taken. Where operands of matrix instructions come from registers, each width of a row has a list
+# of its own; "masked" are calls with a mask or a bias, whose scores also need addresses and predicates.
 _CANDIDATES: dict[str, dict[str, tuple[Tiling, ...]]] = {
-    "warpgroup": {  # sm_90, sm_100: operands come from shared memory
+    "warpgroup": {  # sm_90: operands come from shared memory
         "forward": (Tiling(64, 64, 4, 3, tma=True), Tiling(128, 64, 8, 2, tma=True), Tiling(64, 32, 4, 2, tma=True)),
         "backward_dkv": (Tiling(64, 64, 4, 2, tma=True), Tiling(32, 128, 8, 2, split_dkv=True, tma=True), Tiling(32, 64, 8, 2)),
         "backward_dq": (Tiling(64, 64, 4, 2, tma=True), Tiling(128, 32, 8, 3, tma=True), Tiling(64, 32, 4, 2), Tiling(64, 32, 4, 1)),
@@ -216,28 +217,138 @@ _CANDIDATES: dict[str, dict[str, tuple[Tiling, ...]]] = {
     },
     "float32": {  # NVIDIA at full float32 precision: no matrix unit, so that blocks and code a thread stay small
         "forward": (Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 1)),
-        "backward_dkv": (Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 1)),
+        "backward_dkv": (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 1)),
         "backward_dq": (Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 1)),
     },
-    "ampere": {  # sm_80: 163 KB of shared memory, operands in registers
-        "forward": (Tiling(128, 64, 4, 3), Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2), Tiling(64, 32, 4, 2)),
-        "backward_dkv": (Tiling(64, 128, 8, 2), Tiling(32, 128, 8, 2), Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 1)),
-        "backward_dq": (Tiling(128, 64, 8, 2), Tiling(64, 32, 4, 2), Tiling(64, 32, 4, 1)),
+    "blackwell 64": {  # sm_100: accumulators in tensor memory, which tiles of 128 rows fill
+        "forward": (Tiling(128, 128, 8, 2, tma=True), Tiling(128, 64, 8, 2, tma=True)),
+        "backward_dkv": (Tiling(64, 128, 8, 2, tma=True), Tiling(64, 64, 8, 2, split_dkv=True, tma=True)),
+        "backward_dq": (Tiling(128, 64, 8, 2, tma=True), Tiling(64, 64, 4, 2, tma=True)),
     },
-    "consumer": {  # sm_75, sm_86, sm_89, sm_120: 64 to 99 KB of shared memory
-        "forward": (Tiling(128, 64, 4, 2), Tiling(128, 32, 8, 2), Tiling(64, 32, 4, 2), Tiling(64, 32, 4, 1)),
-        "backward_dkv": (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 1), Tiling(16, 64, 8, 1), Tiling(32, 32, 4, 1)),
-        "backward_dq": (Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 1), Tiling(32, 32, 4, 1)),
+    "blackwell 128": {
+        "forward": (Tiling(128, 128, 8, 2, tma=True), Tiling(128, 64, 8, 2, tma=True)),
+        "backward_dkv": (Tiling(32, 64, 8, 2, tma=True), Tiling(32, 64, 8, 1, tma=True)),
+        "backward_dq": (Tiling(128, 64, 8, 2, tma=True), Tiling(64, 64, 4, 2, tma=True)),
     },
-    "cdna": {  # wave64, 64 or 160 KB of LDS, 512 registers
+    "blackwell 256": {
+        "forward": (Tiling(128, 64, 8, 2, tma=True), Tiling(64, 64, 4, 2, tma=True)),
+        "backward_dkv": (Tiling(32, 64, 8, 1, split_dkv=True, tma=True),),
+        "backward_dq": (Tiling(128, 32, 8, 2, tma=True), Tiling(64, 32, 8, 2, tma=True)),
+    },
+    "blackwell masked": {  # packed calls too, which cannot use descriptors
+        "forward": (Tiling(128, 32, 8, 2), Tiling(64, 32, 8, 2)),
+        "backward_dkv": (Tiling(32, 64, 8, 1), Tiling(32, 32, 8, 1)),
+        "backward_dq": (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 1)),
+    },
+    "ampere 64": {  # sm_80: 163 KB of shared memory, operands in registers
+        "forward": (Tiling(128, 64, 4, 3), Tiling(64, 64, 4, 2)),
+        "backward_dkv": (Tiling(16, 64, 4, 2), Tiling(16, 64, 4, 1)),
+        "backward_dq": (Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 2)),
+    },
+    "ampere 128": {
+        "forward": (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2)),
+        "backward_dkv": (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 1)),
+        "backward_dq": (Tiling(128, 32, 8, 2), Tiling(64, 32, 4, 2)),
+    },
+    "ampere 256": {
+        "forward": (Tiling(64, 64, 8, 2), Tiling(64, 32, 8, 2)),
+        "backward_dkv": (Tiling(32, 64, 8, 2, split_dkv=True), Tiling(32, 64, 8, 1, split_dkv=True)),
+        "backward_dq": (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 1)),
+    },
+    "ampere masked": {
+        "forward": (Tiling(128, 32, 8, 2), Tiling(64, 32, 8, 2)),
+        "backward_dkv": (Tiling(16, 64, 8, 1), Tiling(16, 32, 8, 1)),
+        "backward_dq": (Tiling(64, 32, 8, 1), Tiling(32, 32, 8, 1)),
+    },
+    "consumer 64": {  # sm_75, sm_86, sm_89, sm_120: 64 to 99 KB of shared memory
+        "forward": (Tiling(128, 64, 8, 2), Tiling(64, 64, 4, 2)),
+        "backward_dkv": (Tiling(32, 64, 8, 1), Tiling(16, 64, 4, 1)),
+        "backward_dq": (Tiling(64, 64, 8, 2), Tiling(64, 32, 4, 2)),
+    },
+    "consumer 128": {
+        "forward": (Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2), Tiling(64, 32, 8, 2)),
+        "backward_dkv": (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 1)),
+        "backward_dq": (Tiling(64, 32, 4, 2), Tiling(64, 32, 8, 1)),
+    },
+    "consumer 256": {
+        "forward": (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 1)),
+        "backward_dkv": (Tiling(32, 64, 8, 1, split_dkv=True), Tiling(16, 64, 8, 1, split_dkv=True)),
+        "backward_dq": (Tiling(64, 32, 8, 1), Tiling(64, 16, 8, 1)),
+    },
+    "consumer masked": {
+        "forward": (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 1)),
+        "backward_dkv": (Tiling(16, 64, 8, 1), Tiling(16, 32, 8, 1)),
+        "backward_dq": (Tiling(32, 32, 8, 1), Tiling(32, 16, 8, 1)),
+    },
+    "cdna 64": {  # wave64, 64 or 160 KB of LDS, 512 registers; at most 256 leave room for two waves a SIMD, which hide loads
         "forward": (Tiling(128, 64, 4, 1, waves_per_eu=2), Tiling(64, 32, 4, 1, waves_per_eu=2)),
-        "backward_dkv": (Tiling(64, 128, 4, 1), Tiling(32, 64, 4, 1), Tiling(16, 64, 4, 1), Tiling(16, 32, 4, 1)),
-        "backward_dq": (Tiling(128, 64, 4, 1), Tiling(64, 32, 4, 1), Tiling(32, 32, 4, 1)),
+        "backward_dkv": (Tiling(32, 128, 4, 1), Tiling(32, 64, 4, 1)),
+        "backward_dq": (Tiling(128, 64, 4, 1), Tiling(64, 32, 4, 1)),
     },
-    "rdna": {  # wave32, 64 KB of LDS, 256 registers
-        "forward": (Tiling(64, 32, 4, 1), Tiling(32, 32, 4, 1)),
-        "backward_dkv": (Tiling(32, 64, 4, 1), Tiling(16, 64, 4, 1), Tiling(16, 32, 4, 1)),
-        "backward_dq": (Tiling(64, 32, 4, 1), Tiling(32, 32, 4, 1), Tiling(32, 16, 4, 1)),
+    "cdna 128": {
+        "forward": (Tiling(128, 32, 4, 1, waves_per_eu=2, matrix_instr_nonkdim=16), Tiling(64, 32, 4, 1, waves_per_eu=2)),
+        "backward_dkv": (Tiling(32, 64, 4, 1, matrix_instr_nonkdim=16), Tiling(16, 64, 4, 1, matrix_instr_nonkdim=16)),
+        "backward_dq": (Tiling(128, 32, 4, 1), Tiling(64, 32, 4, 1, matrix_instr_nonkdim=16)),
+    },
+    "cdna 256": {
+        "forward": (Tiling(64, 32, 4, 1, waves_per_eu=2, matrix_instr_nonkdim=16), Tiling(32, 32, 4, 1, matrix_instr_nonkdim=16)),
+        "backward_dkv": (Tiling(32, 64, 4, 1, matrix_instr_nonkdim=16), Tiling(16, 64, 4, 1, matrix_instr_nonkdim=16)),
+        "backward_dq": (Tiling(64, 32, 4, 1, matrix_instr_nonkdim=16), Tiling(32, 32, 4, 1, matrix_instr_nonkdim=16)),
+    },
+    "cdna masked": {  # the predicate of a score is a pair of scalar registers, of which a wave has a hundred
+        "forward": (Tiling(64, 32, 4, 1, waves_per_eu=2, matrix_instr_nonkdim=16), Tiling(32, 32, 4, 1, matrix_instr_nonkdim=16)),
+        "backward_dkv": (Tiling(16, 64, 4, 1, matrix_instr_nonkdim=16), Tiling(16, 32, 4, 1, matrix_instr_nonkdim=16)),
+        "backward_dq": (Tiling(64, 16, 4, 1, matrix_instr_nonkdim=16), Tiling(32, 16, 4, 1, matrix_instr_nonkdim=16)),
+    },
+    "rdna4 64": {  # gfx12: wave32, 64 KB of LDS, 256 registers
+        "forward": (Tiling(64, 64, 4, 1), Tiling(64, 32, 4, 1)),
+        "backward_dkv": (Tiling(32, 64, 4, 1), Tiling(16, 64, 4, 1)),
+        "backward_dq": (Tiling(64, 32, 4, 1), Tiling(64, 16, 4, 1)),
+    },
+    "rdna4 128": {
+        "forward": (Tiling(64, 32, 4, 1), Tiling(64, 16, 4, 1)),
+        "backward_dkv": (Tiling(16, 64, 4, 1, split_dkv=True), Tiling(16, 32, 4, 1, split_dkv=True)),
+        "backward_dq": (Tiling(64, 16, 4, 1), Tiling(32, 16, 4, 1)),
+    },
+    "rdna4 256": {
+        "forward": (Tiling(64, 16, 4, 1), Tiling(32, 16, 4, 1)),
+        "backward_dkv": (Tiling(16, 32, 8, 1, split_dkv=True), Tiling(16, 16, 8, 1, split_dkv=True)),
+        "backward_dq": (Tiling(16, 16, 4, 1),),
+    },
+    "rdna4 masked": {
+        "forward": (Tiling(64, 16, 4, 1), Tiling(32, 16, 4, 1)),
+        "backward_dkv": (Tiling(16, 32, 4, 1, split_dkv=True), Tiling(16, 16, 4, 1, split_dkv=True)),
+        "backward_dq": (Tiling(64, 16, 4, 1), Tiling(32, 16, 4, 1)),
+    },
+    "rdna3 64": {  # gfx11: the same, but both halves of a wave hold a copy of the operands of a matrix instruction
+        "forward": (Tiling(64, 32, 4, 1), Tiling(64, 16, 4, 1)),
+        "backward_dkv": (Tiling(16, 64, 4, 1, split_dkv=True), Tiling(16, 32, 4, 1, split_dkv=True)),
+        "backward_dq": (Tiling(64, 32, 4, 1), Tiling(64, 16, 4, 1)),
+    },
+    "rdna3 128": {
+        "forward": (Tiling(64, 16, 4, 1), Tiling(32, 16, 4, 1)),
+        "backward_dkv": (Tiling(16, 64, 4, 1, split_dkv=True), Tiling(16, 32, 4, 1, split_dkv=True)),
+        "backward_dq": (Tiling(32, 16, 4, 1), Tiling(16, 16, 4, 1)),
+    },
+    "rdna3 256": {
+        "forward": (Tiling(32, 16, 8, 1), Tiling(16, 16, 4, 1)),
+        "backward_dkv": (Tiling(16, 32, 8, 1, split_dkv=True), Tiling(16, 16, 8, 1, split_dkv=True)),
+        "backward_dq": (Tiling(16, 16, 8, 1),),
+    },
+    "rdna3 masked": {
+        "forward": (Tiling(32, 16, 4, 1), Tiling(16, 16, 4, 1)),
+        "backward_dkv": (Tiling(16, 32, 4, 1, split_dkv=True), Tiling(16, 16, 4, 1, split_dkv=True)),
+        "backward_dq": (Tiling(32, 16, 4, 1), Tiling(16, 16, 4, 1)),
+    },
+    "rdna float32": {  # no matrix instruction: a thread holds whole rows of its operands
+        "forward": (Tiling(32, 16, 4, 1), Tiling(16, 16, 4, 1)),
+        "backward_dkv": (Tiling(16, 16, 8, 1),),
+        "backward_dq": (Tiling(16, 16, 8, 1),),
+    },
+    "cdna float32": {  # matrix instructions as for 16 bits, with operands of twice the size
+        "forward": (Tiling(64, 32, 4, 1, waves_per_eu=2), Tiling(32, 16, 4, 1, waves_per_eu=2)),
+        "backward_dkv": (Tiling(32, 64, 4, 1), Tiling(16, 32, 4, 1), Tiling(16, 16, 4, 1)),
+        "backward_dq": (Tiling(64, 32, 4, 1), Tiling(32, 16, 4, 1), Tiling(16, 16, 4, 1)),
     },
 }
 _ROOM = {"warpgroup": 0.8, "warpgroup pointers": 0.8}  # share of the registers that accumulators may take; the rest holds operands and addresses
@@ -245,14 +356,21 @@ _ROOM_DEFAULT = 0.65
 
 
 def _kind(device: Device, problem: Problem) -> str:
+    """Key of _CANDIDATES: family of devices, then the width of a tile's row or what else decides how many registers are left."""
     if device.vendor == "amd":
-        return "cdna" if device.wave_size == 64 else "rdna"
-    if problem.dtype.itemsize > 2:
+        family = "cdna" if device.wave_size == 64 else "rdna4" if device.arch.startswith("gfx12") else "rdna3"
+        if problem.dtype.itemsize > 2:
+            return f"{family.rstrip('34')} float32"
+    elif problem.dtype.itemsize > 2:
         return "float32"
-    if device.arch in ("sm_90", "sm_100", "sm_103"):
-        pointers = problem.varlen or problem.mask or problem.bias
-        return "warpgroup pointers" if pointers else "warpgroup"
-    return "ampere" if device.arch == "sm_80" else "consumer"
+    elif device.arch == "sm_90":
+        return "warpgroup pointers" if problem.varlen or problem.mask or problem.bias else "warpgroup"
+    else:
+        family = {"sm_80": "ampere", "sm_100": "blackwell", "sm_103": "blackwell"}.get(device.arch, "consumer")
+    if problem.mask or problem.bias or (family == "blackwell" and problem.varlen):
+        return f"{family} masked"
+    width = padded_head_dim(max(problem.head_dim, problem.head_dim_v))
+    return f"{family} {64 if width <= 64 else 128 if width <= 128 else 256}"
 
 
 def rule(kernel: str, problem: Problem, device: Device, blocked: tuple[Blocked, ...] = ()) -> Tiling:
@@ -274,24 +392,19 @@ def rule(kernel: str, problem: Problem, device: Device, blocked: tuple[Blocked, 
             tiling = tiling.replace(num_warps=2 * tiling.num_warps)
         return tiling
 
-    tilings = [_clip(_narrow(t, problem, kind), problem) for t in _CANDIDATES[kind][kernel]]
+    tilings = [_clip(t, problem) for t in _CANDIDATES[kind][kernel]]
     tilings = [spread(t) for t in (*tilings, *_shrink(tilings[-1], kernel))]
     tilings = [t for t in tilings if not any(b(t) for b in blocked)] or tilings[-1:]
     fitting = [t for t in tilings if t.unfit(kernel, problem, device) is None]
     return next((t for t in fitting if registers(t) <= limit), None) or (fitting or tilings)[-1]
 
 
-def _narrow(tiling: Tiling, problem: Problem, kind: str) -> Tiling:
-    """AMD at full float32 precision: half of each block, so that operands stay in registers."""
-    if kind == "float32" or problem.dtype.itemsize < 4:
-        return tiling
-    return tiling.replace(block_m=max(16, tiling.block_m // 2), block_n=max(16, tiling.block_n // 2))
-
-
 def _clip(tiling: Tiling, problem: Problem) -> Tiling:
-    """Blocks no longer than the sequences, and no warp without 16 rows of one of them."""
+    """Blocks no longer than the sequences; in blocks made shorter, no warp without 16 rows."""
     m = min(tiling.block_m, max(16, next_power_of_2(problem.seqlen_q)))
     n = min(tiling.block_n, max(16, next_power_of_2(problem.seqlen_k)))
+    if (m, n) == (tiling.block_m, tiling.block_n):
+        return tiling
     return tiling.replace(block_m=m, block_n=n, num_warps=min(tiling.num_warps, max(1, max(m, n) // 16)))
 
 
