@@ -10,7 +10,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 # Only for the tests of a machine without a GPU, where Triton's interpreter runs the kernels.
 TRITON ?= triton==3.9.0
-PYTEST ?= -n 2 tests
+PYTEST ?= -n 2 --dist worksteal tests
 
 # Where a torch that already works with this machine's GPU is installed; empty if there is none. Such a torch (and the
 # triton that came with it, which for ROCm is a build of its own) is used as it is and never replaced.
