@@ -83,6 +83,8 @@ SPILLS = (
 # Scalar registers (predicates, addresses) that an AMD kernel may keep in lanes of a vector register, which costs no memory traffic.
 SCALARS_IN_LANES = 16
 
+TENSOR_MEMORY_COLUMNS = 512  # sm_100: of 128 rows of 32 bits, which accumulators are kept in
+
 MATRIX = {  # what multiplies 16-bit tiles
     "sm_80": r"\bmma\.sync",
     "sm_90": r"\bwgmma\.mma_async",
@@ -124,7 +126,8 @@ def compiled(device: Device, problem: Problem) -> dict[str, dict[str, Any]]:
         family = device.arch if device.vendor == "nvidia" else "cdna" if device.is_cdna else "rdna"
         rows[name] = {
             "tiling": str(tiling.tiling) if tiling else "", "source": tiling.source if tiling else "",
-            "shared": kernel.binary.metadata.shared, **used,
+            "shared": kernel.binary.metadata.shared,
+            "tensor_memory": getattr(kernel.binary.metadata, "tmem_size", None) or 0, **used,
             "matrix": sorted({m.group(0) for m in re.finditer(MATRIX[family], text)}), "wide_loads": len(re.findall(WIDE_LOADS[device.vendor], text)),
         }  # fmt: skip
     return rows
@@ -148,7 +151,8 @@ def amd_resources(amdgcn: str) -> dict[str, int]:
     field = lambda name: int(re.search(rf"^\s+\.{name}:\s+(\d+)", amdgcn, re.MULTILINE).group(1))
     scratch = max(field("private_segment_fixed_size"), 4 * field("vgpr_spill_count"))
     return {
-        "registers": field("vgpr_count"), "scalar_registers": field("sgpr_count"), "spilled": scratch, "scalar_spills": field("sgpr_spill_count"),
+        "registers": field("vgpr_count"), "scalar_registers": field("sgpr_count"),
+        "spilled": scratch, "scalar_spills": field("sgpr_spill_count"),
     }  # fmt: skip
 
 
@@ -182,6 +186,8 @@ def test_shipped_tilings_fit_in_registers_and_use_the_matrix_units(slug, name, c
             complaints.append(f"{kernel}: {spilled}, {row['registers']} registers, {row['tiling']}")
         if row["shared"] > device.shared_memory_bytes:
             complaints.append(f"{kernel}: {row['shared']} bytes of shared memory, there are {device.shared_memory_bytes}; {row['tiling']}")
+        if row["tensor_memory"] > TENSOR_MEMORY_COLUMNS:
+            complaints.append(f"{kernel}: {row['tensor_memory']} columns of tensor memory; {row['tiling']}")
         if not row["wide_loads"]:
             complaints.append(f"{kernel}: no 16-byte loads")
         if not row["matrix"] and kernel != "backward_delta" and problem.dtype != FP32:
