@@ -128,7 +128,8 @@ def compiled(device: Device, problem: Problem) -> dict[str, dict[str, Any]]:
             "tiling": str(tiling.tiling) if tiling else "", "source": tiling.source if tiling else "",
             "shared": kernel.binary.metadata.shared,
             "tensor_memory": getattr(kernel.binary.metadata, "tmem_size", None) or 0, **used,
-            "matrix": sorted({m.group(0) for m in re.finditer(MATRIX[family], text)}), "wide_loads": len(re.findall(WIDE_LOADS[device.vendor], text)),
+            "matrix": sorted({m.group(0) for m in re.finditer(MATRIX[family], text)}),
+            "wide_loads": len(re.findall(WIDE_LOADS[device.vendor], text)),
         }  # fmt: skip
     return rows
 
