@@ -13,7 +13,7 @@ from ...tiling import Tiling, padded_head_dim
 from .. import Gradients, Inputs, Needs, Plan
 from .backward_kernels import backward_dbias_kernel, backward_delta_kernel, backward_dkv_kernel, backward_dq_kernel
 from .forward_kernels import forward_kernel
-from .launch import INTERPRETED, MAX_PROGRAMS, Launch, alignment, broadcast_strides, describable, descriptor, head_strides
+from .launch import MAX_PROGRAMS, Launch, alignment, broadcast_strides, describable, descriptor, head_strides
 
 _DELTA_ROWS = 64  # rows a program of the delta kernel, which only streams
 _DELTA_TILING = Tiling(_DELTA_ROWS, 16, num_warps=4)
