@@ -67,7 +67,7 @@ PF_KERNEL(THREADS) void backward_dbias(PF_ARGUMENTS) {
                         for (int r = 0; r < R; ++r) s[r] = s_tiles[n][r / ACC].data[r % ACC];
                         const uint32 ok = logits<true>(s, unused, call, sequence, head, n_start, row, true);
                         const float row_lse = lse_or_infinite(lse + at, row, sequence.rows_q);
-                        const float row_delta = row < sequence.rows_q ? delta[at + row] : 0.0f;
+                        const float row_delta = delta_or_zero(delta + at, row, sequence.rows_q);
 #pragma unroll
                         for (int r = 0; r < R; ++r) {
                             const float ds = probability(s[r], row_lse) * (dp_tiles[n][r / ACC].data[r % ACC] - row_delta);

@@ -12,9 +12,10 @@ using Values = Stationary<BLOCK_N, WIDTH_V, HEAD_DIM_V, STATIONARY_IN_LDS>;
 using Queries = Stream<BLOCK_M, WIDTH, HEAD_DIM>;
 using Gradients = Stream<BLOCK_M, WIDTH_V, HEAD_DIM_V>;
 constexpr int NT = Keys::NT, R = BLOCK_M / SIDE * ACC;
-constexpr int STATS = BLOCK_M * 4;  // bytes of a block's lse or delta
+// lse and delta of a block's rows go through LDS too, except where rows are so long that the tiles fill it to the last byte.
+constexpr bool STATS_IN_LDS = (WIDTH + WIDTH_V) * Element::bytes < 2048;
 constexpr int STAT_SHARE = (BLOCK_M + THREADS - 1) / THREADS;  // rows of a block whose lse and delta a work-item brings in
-constexpr int STAGE = Queries::BYTES + Gradients::BYTES + 2 * STATS;
+constexpr int STAGE = Queries::BYTES + Gradients::BYTES + (STATS_IN_LDS ? 2 * BLOCK_M * 4 : 0);
 
 PF_KERNEL(THREADS) void backward_dkv(PF_ARGUMENTS) {
     PF_SHARED(Keys::BYTES + (NEED_DK ? Values::BYTES : 0) + STAGES * STAGE);
@@ -49,17 +50,24 @@ PF_KERNEL(THREADS) void backward_dkv(PF_ARGUMENTS) {
     Queries queries;
     Gradients gradients;
     float row_lse[STAT_SHARE] = {}, row_delta[STAT_SHARE] = {};
+    const auto queries_of = [&](int h) {
+        return rows_of(query, call.query, sequence.batch_q, sequence.first_q, h, queries_seeing.lo, queries_seeing.hi);
+    };
+    const auto gradients_of = [&](int h) {
+        return rows_of(grad_out, call.grad_out, sequence.batch_q, sequence.first_q, h, queries_seeing.lo, queries_seeing.hi);
+    };
     const auto fetch = [&](int h, int m_start) {
-        queries.fetch(rows_of(query, call.query, sequence.batch_q, sequence.first_q, h, queries_seeing.lo, queries_seeing.hi), m_start);
-        gradients.fetch(
-            rows_of(grad_out, call.grad_out, sequence.batch_q, sequence.first_q, h, queries_seeing.lo, queries_seeing.hi), m_start);
+        if constexpr (PREFETCH) {
+            queries.fetch(queries_of(h), m_start);
+            gradients.fetch(gradients_of(h), m_start);
+        }
         const int64 at = lse_offset(call, sequence, h);
 #pragma unroll
-        for (int i = 0; i < STAT_SHARE; ++i) {
+        for (int i = 0; i < (STATS_IN_LDS ? STAT_SHARE : 0); ++i) {
             const int row = m_start + thread_index() + i * THREADS;
             if (thread_index() + i * THREADS >= BLOCK_M) continue;
             row_lse[i] = lse_or_infinite(lse + at, row, sequence.rows_q);
-            if constexpr (NEED_DK) row_delta[i] = row < sequence.rows_q ? delta[at + row] : 0.0f;
+            if constexpr (NEED_DK) row_delta[i] = delta_or_zero(delta + at, row, sequence.rows_q);
         }
     };
     // The blocks of all heads of the group are one sequence of steps, so that loads run ahead over the heads' borders too.
@@ -72,10 +80,15 @@ PF_KERNEL(THREADS) void backward_dkv(PF_ARGUMENTS) {
         const Tile<WIDTH_V> grad = {buffer + Queries::BYTES};
         float* stats = reinterpret_cast<float*>(buffer + Queries::BYTES + Gradients::BYTES);
         if (STAGES == 1) barrier();  // the previous block has been read by all
-        queries.put(q);
-        gradients.put(grad);
+        if constexpr (PREFETCH) {
+            queries.put(q);
+            gradients.put(grad);
+        } else {
+            copy_rows<BLOCK_M, WIDTH, HEAD_DIM>(q, queries_of(h), m_start);
+            copy_rows<BLOCK_M, WIDTH_V, HEAD_DIM_V>(grad, gradients_of(h), m_start);
+        }
 #pragma unroll
-        for (int i = 0; i < STAT_SHARE; ++i) {
+        for (int i = 0; i < (STATS_IN_LDS ? STAT_SHARE : 0); ++i) {
             const int row = thread_index() + i * THREADS;
             if (row >= BLOCK_M) continue;
             stats[row] = row_lse[i];
@@ -86,6 +99,16 @@ PF_KERNEL(THREADS) void backward_dkv(PF_ARGUMENTS) {
         const int next_h = next_m == blocks.begin ? h + 1 : h;
         if (step + 1 < steps) fetch(next_h, next_m);
 
+        const int64 at = lse_offset(call, sequence, h);
+        const int first_row = m_start + lane_row();
+        const auto lse_of = [&](int i) {
+            if constexpr (STATS_IN_LDS) return stats[const_row(i) + lane_row()];
+            else return lse_or_infinite(lse + at, first_row + const_row(i), sequence.rows_q);
+        };
+        const auto delta_of = [&](int i) {
+            if constexpr (STATS_IN_LDS) return stats[BLOCK_M + const_row(i) + lane_row()];
+            else return delta_or_zero(delta + at, first_row + const_row(i), sequence.rows_q);
+        };
         const Head head = head_of(call, bias, mask, alibi_slopes, b, h);
         const bool edge = m_start < blocks.inner || m_start >= blocks.inner_end;
         Accumulator tiles[NT][BLOCK_M / SIDE];
@@ -100,7 +123,7 @@ PF_KERNEL(THREADS) void backward_dkv(PF_ARGUMENTS) {
             ok[n] = logits<false>(p[n], tanh[n], call, sequence, head, m_start, key_position, edge);
             seen |= ok[n];
 #pragma unroll
-            for (int i = 0; i < R; ++i) p[n][i] = probability(p[n][i], stats[const_row(i) + lane_row()]);
+            for (int i = 0; i < R; ++i) p[n][i] = probability(p[n][i], lse_of(i));
         }
         if constexpr (MAY_HIDE_NAN) seen = any_column(seen);  // queries that see nothing here may hold NaN, and 0 * NaN is NaN
         if constexpr (NEED_DK) products(tiles, grad, v, wave);
@@ -118,7 +141,7 @@ PF_KERNEL(THREADS) void backward_dkv(PF_ARGUMENTS) {
             for (int n = 0; n < NT; ++n) {
 #pragma unroll
                 for (int i = 0; i < R; ++i) {
-                    float ds = p[n][i] * (tiles[n][i / ACC].data[i % ACC] - stats[BLOCK_M + const_row(i) + lane_row()]);
+                    float ds = p[n][i] * (tiles[n][i / ACC].data[i % ACC] - delta_of(i));
                     if constexpr (HAS_SOFTCAP) ds *= 1.0f - tanh[n][i] * tanh[n][i];
                     if constexpr (MAY_HIDE_NAN) ds = ok[n] >> i & 1u ? ds : 0.0f;
                     p[n][i] = ds;

@@ -44,12 +44,12 @@ PF_KERNEL(THREADS) void backward_dq(PF_ARGUMENTS) {
         for (int t = 0; t < WIDTH / SIDE; ++t) dq[n][t] = Accumulator{};
         const int row = m_start + (wave * NT + n) * SIDE + lane_column();
         row_lse[n] = lse_or_infinite(lse + at, row, sequence.rows_q);
-        row_delta[n] = row < sequence.rows_q ? delta[at + row] : 0.0f;
+        row_delta[n] = delta_or_zero(delta + at, row, sequence.rows_q);
     }
 
     Keys keys;
     Values values;
-    if (blocks.begin < blocks.end) {
+    if (PREFETCH && blocks.begin < blocks.end) {
         keys.fetch(k_rows, blocks.begin);
         values.fetch(v_rows, blocks.begin);
     }
@@ -59,10 +59,15 @@ PF_KERNEL(THREADS) void backward_dq(PF_ARGUMENTS) {
         const Tile<WIDTH> k = {buffer};
         const Tile<WIDTH_V> v = {buffer + Keys::BYTES};
         if (STAGES == 1) barrier();  // the previous block has been read by all
-        keys.put(k);
-        values.put(v);
+        if constexpr (PREFETCH) {
+            keys.put(k);
+            values.put(v);
+        } else {
+            copy_rows<BLOCK_N, WIDTH, HEAD_DIM>(k, k_rows, n_start);
+            copy_rows<BLOCK_N, WIDTH_V, HEAD_DIM_V>(v, v_rows, n_start);
+        }
         barrier();
-        if (n_start + BLOCK_N < blocks.end) {
+        if (PREFETCH && n_start + BLOCK_N < blocks.end) {
             keys.fetch(k_rows, n_start + BLOCK_N);
             values.fetch(v_rows, n_start + BLOCK_N);
         }

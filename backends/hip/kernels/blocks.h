@@ -7,7 +7,7 @@ PF_DEVICE Vector<uint32, 4> read_piece(const unsigned char* row, int column, boo
     constexpr int COUNT = 16 / Element::bytes;
     Vector<uint32, 4> piece = {{0, 0, 0, 0}};
     if constexpr (WIDE_LOADS) {
-        if (inside && column < WIDTH_IN_MEMORY) piece = *reinterpret_cast<const Vector<uint32, 4>*>(row + column * Element::bytes);
+        if (inside && (WIDTH_IN_MEMORY % 32 == 0 || column < WIDTH_IN_MEMORY)) piece = *reinterpret_cast<const Vector<uint32, 4>*>(row + column * Element::bytes);
     } else {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
@@ -42,14 +42,19 @@ struct Stream {
     Vector<uint32, 4> pieces[SHARE];
 
     PF_DEVICE void fetch(const Rows& rows, int first) {
-        const bool whole = first >= rows.lo && first + ROWS <= rows.hi;  // the same for all: whole blocks are read without questions
+        if (first >= rows.lo && first + ROWS <= rows.hi) load<true>(rows, first);  // the same for all: whole blocks ask no questions
+        else load<false>(rows, first);
+    }
+
+    template <bool WHOLE>
+    PF_DEVICE void load(const Rows& rows, int first) {
         const unsigned char* block = rows.at(first);
 #pragma unroll
         for (int i = 0; i < SHARE; ++i) {
             const int p = thread_index() + i * THREADS;
             const int row = p / PIECES, column = p % PIECES * (16 / Element::bytes);
             if (TOTAL % THREADS == 0 || p < TOTAL)
-                pieces[i] = read_piece<IN_MEMORY>(block + row * rows.stride, column, whole || rows.inside(first + row));
+                pieces[i] = read_piece<IN_MEMORY>(block + row * rows.stride, column, WHOLE || rows.inside(first + row));
         }
     }
 
@@ -61,6 +66,27 @@ struct Stream {
         }
     }
 };
+
+// The same without registers in between but for a few pieces at a time: no load runs ahead of the arithmetic.
+template <int ROWS, int WIDTH, int IN_MEMORY>
+PF_DEVICE void copy_rows(const Tile<WIDTH>& tile, const Rows& rows, int first) {
+    constexpr int PIECES = Tile<WIDTH>::PIECES, TOTAL = ROWS * PIECES, AT_ONCE = TOTAL >= 4 * THREADS ? 4 : 1;
+#pragma unroll 1
+    for (int p = thread_index(); p < TOTAL; p += AT_ONCE * THREADS) {
+        Vector<uint32, 4> pieces[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int row = (p + i * THREADS) / PIECES, piece = (p + i * THREADS) % PIECES;
+            const bool inside = (TOTAL % (AT_ONCE * THREADS) == 0 || p + i * THREADS < TOTAL) && rows.inside(first + row);
+            pieces[i] = read_piece<IN_MEMORY>(rows.at(first + row), piece * (16 / Element::bytes), inside);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int q = p + i * THREADS;
+            if (TOTAL % (AT_ONCE * THREADS) == 0 || q < TOTAL) tile.write(q / PIECES, q % PIECES, pieces[i]);
+        }
+    }
+}
 
 // The block that stays, as second operands of products: ROWS rows for the workgroup, of which each wave owns NT * SIDE.
 template <int ROWS, int WIDTH, int IN_MEMORY, bool IN_LDS>
@@ -105,12 +131,7 @@ struct Stationary<ROWS, WIDTH, IN_MEMORY, true> {
     // The caller's next barrier makes the rows visible.
     PF_DEVICE void load(unsigned char* lds, const Rows& rows, int first, int) {
         tile.base = lds;
-        // a few rows at a time, so that a long block does not need as many registers
-#pragma unroll 1
-        for (int p = thread_index(); p < ROWS * Tile<WIDTH>::PIECES; p += THREADS) {
-            const int row = p / Tile<WIDTH>::PIECES, piece = p % Tile<WIDTH>::PIECES;
-            tile.write(row, piece, read_piece<IN_MEMORY>(rows.at(first + row), piece * (16 / Element::bytes), rows.inside(first + row)));
-        }
+        copy_rows<ROWS, WIDTH, IN_MEMORY>(tile, rows, first);
     }
 
     PF_DEVICE Operand operand(int n, int chunk, int wave) const { return row_operand(tile, (wave * NT + n) * SIDE, chunk); }
@@ -130,6 +151,7 @@ PF_DEVICE void products(Accumulator (&acc)[NT][TILES], const Tile<WIDTH>& tile, 
 #pragma unroll
         for (int n = 0; n < NT; ++n) b[n] = block.operand(n, c, wave);
         add_rows(acc, tile, c, b);
+        if constexpr (STATIONARY_IN_LDS) schedule_fence();  // registers are scarce: operands only as they are needed
     }
 }
 

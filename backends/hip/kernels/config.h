@@ -13,14 +13,16 @@ using Element = PF_DTYPE;                      // Float16, BFloat16 or Float32: 
 constexpr int WAVE = PF_WAVE;                  // lanes of a wave
 constexpr int WAVES = PF_WAVES;                // waves of a workgroup (Tiling.num_warps)
 constexpr int THREADS = WAVE * WAVES;
+constexpr int MFMA_DWORDS = PF_MFMA_DWORDS;    // of an operand of one MFMA: 4 (gfx950, 16-bit), 2 (16-bit), 1 (gfx908 bfloat16; float32)
 constexpr int SIDE = PF_SIDE;                  // rows and columns of one accumulator tile: 16, or 32 with MFMA
 constexpr int BLOCK_M = PF_BLOCK_M;            // queries of a block
 constexpr int BLOCK_N = PF_BLOCK_N;            // keys of a block
-constexpr int STAGES = PF_STAGES;              // LDS buffers of the streamed tiles; the next tile waits in registers in any case
+constexpr int STAGES = PF_STAGES;              // LDS buffers of the streamed tiles
 constexpr int HEAD_DIM = PF_HEAD_DIM;
 constexpr int HEAD_DIM_V = PF_HEAD_DIM_V;
 constexpr int NUM_XCDS = PF_XCDS;              // chiplets that workgroups are dealt to in turn
 constexpr bool STATIONARY_IN_LDS = PF_STATIONARY_IN_LDS;  // the block that stays: operands from LDS, or held in registers
+constexpr bool PREFETCH = PF_PREFETCH;         // the next streamed tile is under way in registers while this one is computed with
 constexpr bool WIDE_LOADS = PF_WIDE_LOADS;     // rows of 16-bit or 32-bit elements may be read and written 16 bytes at a time
 
 constexpr bool HAS_LEFT = PF_HAS_LEFT;         // the window is bounded on that side (causal: right reach 0)

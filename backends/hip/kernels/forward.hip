@@ -41,7 +41,7 @@ PF_KERNEL(THREADS) void forward(PF_ARGUMENTS) {
 
     Keys keys;
     Values values;
-    if (blocks.begin < blocks.end) {
+    if (PREFETCH && blocks.begin < blocks.end) {
         keys.fetch(k_rows, blocks.begin);
         values.fetch(v_rows, blocks.begin);
     }
@@ -51,10 +51,15 @@ PF_KERNEL(THREADS) void forward(PF_ARGUMENTS) {
         const Tile<WIDTH> k = {buffer};
         const Tile<WIDTH_V> v = {buffer + Keys::BYTES};
         if (STAGES == 1) barrier();  // the previous block has been read by all
-        keys.put(k);
-        values.put(v);
+        if constexpr (PREFETCH) {
+            keys.put(k);
+            values.put(v);
+        } else {
+            copy_rows<BLOCK_N, WIDTH, HEAD_DIM>(k, k_rows, n_start);
+            copy_rows<BLOCK_N, WIDTH_V, HEAD_DIM_V>(v, v_rows, n_start);
+        }
         barrier();
-        if (n_start + BLOCK_N < blocks.end) {
+        if (PREFETCH && n_start + BLOCK_N < blocks.end) {
             keys.fetch(k_rows, n_start + BLOCK_N);
             values.fetch(v_rows, n_start + BLOCK_N);
         }

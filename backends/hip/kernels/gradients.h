@@ -5,9 +5,15 @@
 #pragma once
 
 // lse of a row in UNIT; +inf, so that P = 0, for rows outside the sequence and rows that see no key.
+// Rows outside read the last row instead: a branch here would part the products before it from their operands.
 PF_DEVICE float lse_or_infinite(const float* lse, int row, int rows) {
-    const float value = row < rows ? lse[row] : INFINITE;
-    return value == -INFINITE ? INFINITE : value * UNIT;
+    const float value = lse[least(row, rows - 1)];
+    return row >= rows || value == -INFINITE ? INFINITE : value * UNIT;
+}
+
+PF_DEVICE float delta_or_zero(const float* delta, int row, int rows) {
+    const float value = delta[least(row, rows - 1)];
+    return row < rows ? value : 0.0f;
 }
 
 // P, at most 1 whatever the rounding of a huge lse; 0 where hidden (S is -inf there).

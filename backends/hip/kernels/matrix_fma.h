@@ -60,6 +60,7 @@ PF_DEVICE void add_rows(Accumulator (&acc)[NT][TILES], const Tile<WIDTH>& tile, 
                 }
                 acc[n][m].data[r] = sum;
             }
+            if (STATIONARY_IN_LDS && r % 2 == 1) schedule_fence();
         }
     }
 }
@@ -95,6 +96,7 @@ PF_DEVICE void add_columns(
 #pragma unroll
                 for (int r = 0; r < ACC; ++r) acc[n][t].data[r] = fma_of(a[r], p, acc[n][t].data[r]);
             }
+            if (STATIONARY_IN_LDS && k % (IS_FLOAT32 ? 4 : 8) == 0) schedule_fence();
         }
     }
 }

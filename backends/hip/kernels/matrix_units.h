@@ -32,10 +32,7 @@ PF_DEVICE Accumulator multiply(Operand a, Operand b, Accumulator c) {
 #else
     // As many instructions as it takes to use up the operands; which of its steps an instruction covers does not matter, as
     // both operands agree on it.
-#if PF_MFMA_DWORDS == 4
-    return mfma<Element, SIDE, CHUNK>(a, b, c);
-#else
-    constexpr int PART = PF_MFMA_DWORDS;
+    constexpr int PART = MFMA_DWORDS;
     constexpr int DEPTH = CHUNK * PART / DWORDS;
 #pragma unroll
     for (int i = 0; i < DWORDS / PART; ++i) {
@@ -48,7 +45,6 @@ PF_DEVICE Accumulator multiply(Operand a, Operand b, Accumulator c) {
         c = mfma<Element, SIDE, DEPTH>(a_part, b_part, c);
     }
     return c;
-#endif
 #endif
 }
 
@@ -126,6 +122,7 @@ PF_DEVICE void add_columns(
 #pragma unroll
             for (int n = 0; n < NT; ++n) acc[n][group * V + t] = multiply(a[t], b[n], acc[n][group * V + t]);
         }
+        if constexpr (STATIONARY_IN_LDS) schedule_fence();
     }
 }
 

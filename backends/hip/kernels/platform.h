@@ -9,6 +9,7 @@
 //   thread_index(), program_index()      of the work-item in its workgroup, of the workgroup in its launch
 //   uniform(x)                           x, which is the same in all lanes of a wave, as a scalar
 //   barrier()                            all work-items of the workgroup arrive; what they wrote to shared memory is seen
+//   schedule_fence()                     the compiler moves no instruction across: a bound on how many loads it starts early
 //   lane_xor<MASK>(x)                    x (uint32) of lane own ^ MASK; all lanes of the wave take part
 //   any_lane(x)                          whether x holds in some lane of the wave; the same
 //   exp2_of(x), log2_of(x)               the hardware's instructions

@@ -22,6 +22,12 @@ PF_DEVICE void barrier() {
     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
 }
 
+PF_DEVICE void schedule_fence() {
+#if __has_builtin(__builtin_amdgcn_sched_barrier)
+    __builtin_amdgcn_sched_barrier(0);
+#endif
+}
+
 PF_DEVICE float as_float(uint32 x) { return __builtin_bit_cast(float, x); }
 PF_DEVICE uint32 as_uint(float x) { return __builtin_bit_cast(uint32, x); }
 
