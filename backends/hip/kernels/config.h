@@ -50,7 +50,9 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 constexpr bool IS_FLOAT32 = Element::bytes == 4;
 constexpr float UNIT = IS_FLOAT32 ? 1.0f : LOG2E;
+#ifndef INFINITE  // a machine may have to say it in its own way
 constexpr float INFINITE = __builtin_huge_valf();
+#endif
 constexpr float FLOAT32_MAX = 3.4028234663852886e38f;
 
 #include "call.h"

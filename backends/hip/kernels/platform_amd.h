@@ -42,7 +42,9 @@ PF_DEVICE uint32 lane_xor(uint32 x) {
 }
 
 PF_DEVICE bool any_lane(bool x) {
-#if PF_WAVE == 32
+#if !__has_builtin(__builtin_amdgcn_ballot_w64)
+    return __builtin_amdgcn_uicmp(static_cast<uint32>(x), 0u, 33) != 0;  // before clang 16; 33: not equal
+#elif PF_WAVE == 32
     return __builtin_amdgcn_ballot_w32(x) != 0;
 #else
     return __builtin_amdgcn_ballot_w64(x) != 0;
