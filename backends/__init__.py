@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..tiling import Tiling
 
-NAMES = ("triton", "cpu")  # order of preference; a backend that cannot run somewhere says so itself
+NAMES = ("triton", "hip", "cpu")  # order of preference; a backend that cannot run somewhere says so itself
+VENDORS = {"hip": "amd"}  # backends for one vendor's devices: elsewhere they are not tried unless named
 
 
 @dataclass(slots=True)
@@ -85,7 +86,12 @@ class Plan:
 
 
 class Backend(Protocol):
-    """A backend is a module with these names."""
+    """A backend is a module with these names.
+
+    Three more are optional, for a backend whose kernels the resource model of `Tiling` does not describe; the look-up of
+    tilings asks them. All take (tiling, kernel, problem, device): `unfit`, why the tiling cannot run, or None; `registers`, the
+    estimated registers a thread; `settle`, the nearest tiling that the kernels can cut a problem by.
+    """
 
     NAME: str
 

@@ -8,9 +8,11 @@ import json
 import sys
 from collections.abc import Sequence
 
-# Subcommands with a parser of their own: name -> (module with main(argv) -> exit code, one line of help)
+# Subcommands with a parser of their own: name -> (module:function(argv) -> exit code, one line of help)
 TOOLS = {
-    "bench": ("portable_flash.bench", "measure attention here and compare it with its peers"),
+    "bench": ("portable_flash.bench:main", "measure attention here and compare it with its peers"),
+    "build": ("portable_flash.backends.hip.commands:build_main", "compile HIP kernels ahead of time, for machines without a compiler"),
+    "cache": ("portable_flash.backends.hip.commands:cache_main", "list or clear the HIP kernels that were compiled here"),
 }
 
 
@@ -18,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code. `argv` defaults to the command line."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in TOOLS:
-        return importlib.import_module(TOOLS[argv[0]][0]).main(argv[1:]) or 0
+        module, _, function = TOOLS[argv[0]][0].partition(":")
+        return getattr(importlib.import_module(module), function)(argv[1:]) or 0
     arguments = _parser().parse_args(argv)
     return arguments.run(arguments)
 

@@ -22,6 +22,7 @@ MAX_BYTES = 1 << 20  # a database file is a page or two; anything larger is not 
 MAX_DEPTH = 16
 VENDORS = ("nvidia", "amd")
 DTYPES = ("fp16", "bf16", "fp32", "fp64")
+BACKENDS = ("triton", "hip")  # whose kernels take tilings
 SOURCES = ("measured", "static", "reported")
 
 
@@ -99,7 +100,7 @@ class DeviceRecord:
     limits: Mapping[str, int | float]  # wave_size, shared_memory_bytes, memory_gb (GiB), l2_bytes; xcds, registers_per_thread
     inherits: str | None
     measured_with: Mapping[str, Any]
-    kernels: Mapping[str, KernelRecord]
+    kernels: Mapping[str, Mapping[str, KernelRecord]]  # by backend, then by kernel
 
 
 def read(path: Path | Any, label: str | None = None) -> DeviceRecord:
@@ -129,7 +130,7 @@ def parse(data: bytes | str, label: str) -> DeviceRecord:
         {"wave_size", "shared_memory_bytes", "memory_gb", "l2_bytes", "xcds", "registers_per_thread"},
         required={"wave_size", "shared_memory_bytes", "memory_gb", "l2_bytes"},
     )
-    kernels = top["kernels"].mapping(set(KERNELS)) if "kernels" in top else {}
+    kernels = _kernels(top["kernels"]) if "kernels" in top else {}
     measured = {k: v.scalar() for k, v in top["measured_with"].mapping().items()} if "measured_with" in top else {}
     for name in ("portable_flash", "torch", "triton", "runtime", "driver"):
         if not isinstance(measured.get(name, ""), str):
@@ -147,8 +148,20 @@ def parse(data: bytes | str, label: str) -> DeviceRecord:
         limits=MappingProxyType({k: v.number() if k == "memory_gb" else v.integer(1) for k, v in limits.items()}),
         inherits=device["inherits"].text(optional=True) if "inherits" in device else None,
         measured_with=MappingProxyType(measured),
-        kernels=MappingProxyType({name: _kernel(cursor) for name, cursor in kernels.items()}),
+        kernels=MappingProxyType(kernels),
     )
+
+
+def _kernels(cursor: _Cursor) -> dict[str, Mapping[str, KernelRecord]]:
+    """Tilings by backend, then by kernel: what is best for one backend's code says little about another's."""
+    given = cursor.mapping()
+    for name, child in given.items():
+        if name in KERNELS:  # files had one backend once
+            child.fail(f"tilings belong to a backend: put {name} below kernels.triton (or {', '.join(BACKENDS[1:])})")
+    return {
+        backend: MappingProxyType({name: _kernel(child) for name, child in kernels.mapping(set(KERNELS)).items()})
+        for backend, kernels in cursor.mapping(set(BACKENDS)).items()
+    }
 
 
 def _kernel(cursor: _Cursor) -> KernelRecord:

@@ -28,7 +28,8 @@ _WARNED: set[tuple] = set()
 
 def order(device: Device) -> tuple[str, ...]:
     """Backends in the order tried. On the CPU Triton is only its interpreter: right, and very slow."""
-    return tuple(reversed(backends.NAMES)) if device.vendor == "cpu" else backends.NAMES
+    names = tuple(name for name in backends.NAMES if backends.VENDORS.get(name, device.vendor) == device.vendor)
+    return tuple(reversed(names)) if device.vendor == "cpu" else names
 
 
 def plan(problem: Problem, device: Device, backend: str | None = None) -> Plan:
@@ -44,15 +45,16 @@ def plan(problem: Problem, device: Device, backend: str | None = None) -> Plan:
 
 
 def _choose(problem: Problem, device: Device, wanted: str | None) -> Plan:
-    rejected = []
+    rejected, broken = [], False
     names = order(device) if wanted is None else (wanted,)
     for name in names:
         backend = backends.load(name)
         reason = backend.unavailable(device) or backend.supports(problem, device)
         if reason is None and device.present:
             reason = probe(name, device)
+            broken = broken or reason is not None
         if reason is None:
-            if device.present:
+            if device.present and (broken or name == "cpu"):
                 _warn_fallback(name, rejected)
             return Plan(problem, device, name, _tilings(backend, problem, device), tuple(rejected))
         rejected.append((name, reason))
@@ -61,14 +63,20 @@ def _choose(problem: Problem, device: Device, wanted: str | None) -> Plan:
 
 
 def _tilings(backend: Backend, problem: Problem, device: Device) -> MappingProxyType[str, KernelPlan]:
-    return MappingProxyType({k: lookup(k, problem, device, backend.space(k)) for k in backend.tuned_kernels(problem)})
+    tuned = backend.tuned_kernels(problem)
+    return MappingProxyType({k: lookup(k, problem, device, backend.space(k), backend.NAME) for k in tuned})
 
 
 def _warn_fallback(name: str, rejected: list[tuple[str, str]]) -> None:
+    """Once: the CPU backend's operations run instead of kernels, or kernels that should be right here are not.
+
+    That one kernel backend runs where another has no path is as intended, and only for `explain`.
+    """
     if rejected and (name, *rejected) not in _WARNED:
         _WARNED.add((name, *rejected))
         why = "; ".join(f"{other} {reason}" for other, reason in rejected)
-        warnings.warn(f"portable_flash runs this call on its {name!r} backend, a slower path: {why}", stacklevel=2)
+        slower = ", a slower path" if name == "cpu" else ""
+        warnings.warn(f"portable_flash runs this call on its {name!r} backend{slower}: {why}", stacklevel=2)
 
 
 # ---------------------------------------------------------------- the probe

@@ -63,7 +63,7 @@ def attention(
         return_lse: also return the log-sum-exp of each row's logits (natural log), (B, Hq, Sq) float32, differentiable.
         layout: "bhsd" or "bshd", of query, key, value and output.
         deterministic: bitwise repeatable gradients (the forward pass always is).
-        backend: "triton" or "cpu" to force one; None takes the best that can run.
+        backend: "triton", "hip" or "cpu" to force one; None takes the best that can run.
         validate: also check what takes a synchronisation with the device (packed calls only).
 
     Returns:

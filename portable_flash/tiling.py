@@ -1,7 +1,8 @@
 """How a kernel cuts a problem: block sizes as data, what they cost, and whether they fit a device.
 
-The Triton and HIP backends read the same ``Tiling``. The resource model decides what is worth compiling; the compiler
-has the last word (the tests compile every shipped tiling and assert that nothing spills).
+The Triton and HIP backends read the same ``Tiling``. The resource model decides what is worth compiling (HIP kernels, whose
+waves cut blocks their own way, have one of their own beside them); the compiler has the last word (the tests compile every
+shipped tiling and assert that nothing spills).
 """
 
 from __future__ import annotations

@@ -19,10 +19,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import backends
 from .backends import KernelPlan
+from .candidates import candidates
 from .device import Device, catalogue
 from .problem import Problem
-from .tiling import KERNELS, Tiling, next_power_of_2, padded_head_dim
+from .tiling import KERNELS, Tiling, next_power_of_2
 
 if TYPE_CHECKING:  # the reader is imported at the first look-up
     from .database import Blocked, DeviceRecord
@@ -64,34 +66,36 @@ def override() -> tuple[tuple[str, Tiling], ...]:
 
 
 # ------------------------------------------------------------------ look-up
-def lookup(kernel: str, problem: Problem, device: Device, space: str | None = None) -> KernelPlan:
+def lookup(kernel: str, problem: Problem, device: Device, space: str | None = None, backend: str = "triton") -> KernelPlan:
     """The tiling of a kernel for a problem on a device, and its source.
 
-    `space` is the backend's current `space_hash` of this kernel; files made for another one are skipped with a warning.
+    Files hold tilings by backend; an override is for whichever backend runs. `space` is the backend's current
+    `space_hash` of this kernel; files made for another one are skipped with a warning.
     Costs one dictionary hit once a (kernel, problem, device) has been seen. Never raises for a GPU without a file;
     a user or site file that cannot be read raises DatabaseError.
     """
     overrides = _overrides.get()
     if overrides and kernel in overrides:
         return KernelPlan(overrides[kernel], "argument")
-    return _lookup(kernel, problem, device, space)
+    return _lookup(kernel, problem, device, space, backend)
 
 
 @functools.lru_cache(maxsize=4096)  # bounded: a server sees ever new sequence lengths
-def _lookup(kernel: str, problem: Problem, device: Device, space: str | None) -> KernelPlan:
+def _lookup(kernel: str, problem: Problem, device: Device, space: str | None, backend: str) -> KernelPlan:
     if kernel not in KERNELS:
         raise ValueError(f"kernel={kernel!r}: allowed are {', '.join(KERNELS)}")
+    unfit = getattr(backends.load(backend), "unfit", Tiling.unfit)
     blocked: list[Blocked] = []
     for record, source, own in _rungs(device):
-        found = record.kernels.get(kernel)
-        if found is None or _void(record.file, kernel, found.space, space):
+        found = record.kernels.get(backend, {}).get(kernel)
+        if found is None or _void(record.file, backend, kernel, found.space, space):
             continue
         if own:
             blocked += found.blocked
         use = next((entry.use for entry in found.entries if entry.when(problem)), None)
-        if use is not None and use.unfit(kernel, problem, device) is None and not any(b(use) for b in (*blocked, *found.blocked)):
-            return KernelPlan(use, source + _stale(record))
-    return KernelPlan(rule(kernel, problem, device, tuple(blocked)), "rule")
+        if use is not None and unfit(use, kernel, problem, device) is None and not any(b(use) for b in (*blocked, *found.blocked)):
+            return KernelPlan(use, source + (_stale(record) if backend == "triton" else ""))
+    return KernelPlan(rule(kernel, problem, device, tuple(blocked), backend), "rule")
 
 
 def _rungs(device: Device) -> Iterator[tuple[DeviceRecord, str, bool]]:
@@ -168,10 +172,10 @@ def space_hash(kernel_sources: str) -> str:
 
 
 @functools.cache  # so that each mismatch warns once
-def _void(file: str, kernel: str, recorded: str | None, current: str | None) -> bool:
+def _void(file: str, backend: str, kernel: str, recorded: str | None, current: str | None) -> bool:
     if recorded is None or current is None or recorded == current:
         return False
-    what = f"tilings of {kernel} are of an older kernel (space {recorded}, now {current}) and are skipped; tune again"
+    what = f"tilings of {backend}'s {kernel} are of an older kernel (space {recorded}, now {current}) and are skipped; tune again"
     warnings.warn(f"{file}: {what}", stacklevel=2)
     return True
 
@@ -201,202 +205,41 @@ def triton_version() -> str | None:
 
 
 # ------------------------------------------------------------------ rule
-# Candidates by kind of matrix unit and what else decides how many registers are left, best first. The first that fits
-# with room to spare is taken. Where operands of matrix instructions come from registers, each width of a row has a list
-# of its own; "masked" are calls with a mask or a bias, whose scores also need addresses and predicates.
-_CANDIDATES: dict[str, dict[str, tuple[Tiling, ...]]] = {
-    "warpgroup": {  # sm_90: operands come from shared memory
-        "forward": (Tiling(64, 64, 4, 3, tma=True), Tiling(128, 64, 8, 2, tma=True), Tiling(64, 32, 4, 2, tma=True)),
-        "backward_dkv": (Tiling(64, 64, 4, 2, tma=True), Tiling(32, 128, 8, 2, split_dkv=True, tma=True), Tiling(32, 64, 8, 2)),
-        "backward_dq": (Tiling(64, 64, 4, 2, tma=True), Tiling(128, 32, 8, 3, tma=True), Tiling(64, 32, 4, 2), Tiling(64, 32, 4, 1)),
-    },
-    "warpgroup pointers": {  # the same where descriptors cannot be used: addresses take registers
-        "forward": (Tiling(64, 64, 4, 3), Tiling(128, 32, 8, 3), Tiling(64, 32, 4, 2)),
-        "backward_dkv": (Tiling(32, 64, 4, 3), Tiling(32, 64, 4, 2, split_dkv=True), Tiling(32, 64, 8, 2)),
-        "backward_dq": (Tiling(64, 64, 4, 2), Tiling(128, 32, 8, 2), Tiling(64, 32, 4, 2), Tiling(64, 32, 4, 1)),
-    },
-    "float32": {  # NVIDIA at full float32 precision: no matrix unit, so that blocks and code a thread stay small
-        "forward": (Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 1)),
-        "backward_dkv": (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 1)),
-        "backward_dq": (Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 1)),
-    },
-    "blackwell 64": {  # sm_100: accumulators in tensor memory, which tiles of 128 rows fill
-        "forward": (Tiling(128, 128, 8, 2, tma=True), Tiling(128, 64, 8, 2, tma=True)),
-        "backward_dkv": (Tiling(64, 128, 8, 2, tma=True), Tiling(64, 64, 8, 2, split_dkv=True, tma=True)),
-        "backward_dq": (Tiling(128, 64, 8, 2, tma=True), Tiling(64, 64, 4, 2, tma=True)),
-    },
-    "blackwell 128": {
-        "forward": (Tiling(128, 128, 8, 2, tma=True), Tiling(128, 64, 8, 2, tma=True)),
-        "backward_dkv": (Tiling(32, 64, 8, 2, tma=True), Tiling(32, 64, 8, 1, tma=True)),
-        "backward_dq": (Tiling(128, 64, 8, 2, tma=True), Tiling(64, 64, 4, 2, tma=True)),
-    },
-    "blackwell 256": {
-        "forward": (Tiling(128, 64, 8, 2, tma=True), Tiling(64, 64, 4, 2, tma=True)),
-        "backward_dkv": (Tiling(32, 64, 8, 1, split_dkv=True, tma=True),),
-        "backward_dq": (Tiling(128, 32, 8, 2, tma=True), Tiling(64, 32, 8, 2, tma=True)),
-    },
-    "blackwell masked": {  # packed calls too, which cannot use descriptors
-        "forward": (Tiling(128, 32, 8, 2), Tiling(64, 32, 8, 2)),
-        "backward_dkv": (Tiling(32, 64, 8, 1), Tiling(32, 32, 8, 1)),
-        "backward_dq": (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 1)),
-    },
-    "ampere 64": {  # sm_80: 163 KB of shared memory, operands in registers
-        "forward": (Tiling(128, 64, 4, 3), Tiling(64, 64, 4, 2)),
-        "backward_dkv": (Tiling(16, 64, 4, 2), Tiling(16, 64, 4, 1)),
-        "backward_dq": (Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 2)),
-    },
-    "ampere 128": {
-        "forward": (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2)),
-        "backward_dkv": (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 1)),
-        "backward_dq": (Tiling(128, 32, 8, 2), Tiling(64, 32, 4, 2)),
-    },
-    "ampere 256": {
-        "forward": (Tiling(64, 64, 8, 2), Tiling(64, 32, 8, 2)),
-        "backward_dkv": (Tiling(32, 64, 8, 2, split_dkv=True), Tiling(32, 64, 8, 1, split_dkv=True)),
-        "backward_dq": (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 1)),
-    },
-    "ampere masked": {
-        "forward": (Tiling(128, 32, 8, 2), Tiling(64, 32, 8, 2)),
-        "backward_dkv": (Tiling(16, 64, 8, 1), Tiling(16, 32, 8, 1)),
-        "backward_dq": (Tiling(64, 32, 8, 1), Tiling(32, 32, 8, 1)),
-    },
-    "consumer 64": {  # sm_75, sm_86, sm_89, sm_120: 64 to 99 KB of shared memory
-        "forward": (Tiling(128, 64, 8, 2), Tiling(64, 64, 4, 2)),
-        "backward_dkv": (Tiling(32, 64, 8, 1), Tiling(16, 64, 4, 1)),
-        "backward_dq": (Tiling(64, 64, 8, 2), Tiling(64, 32, 4, 2)),
-    },
-    "consumer 128": {
-        "forward": (Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2), Tiling(64, 32, 8, 2)),
-        "backward_dkv": (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 1)),
-        "backward_dq": (Tiling(64, 32, 4, 2), Tiling(64, 32, 8, 1)),
-    },
-    "consumer 256": {
-        "forward": (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 1)),
-        "backward_dkv": (Tiling(32, 64, 8, 1, split_dkv=True), Tiling(16, 64, 8, 1, split_dkv=True)),
-        "backward_dq": (Tiling(64, 32, 8, 1), Tiling(64, 16, 8, 1)),
-    },
-    "consumer masked": {
-        "forward": (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 1)),
-        "backward_dkv": (Tiling(16, 64, 8, 1), Tiling(16, 32, 8, 1)),
-        "backward_dq": (Tiling(32, 32, 8, 1), Tiling(32, 16, 8, 1)),
-    },
-    "cdna 64": {  # wave64, 64 or 160 KB of LDS, 512 registers; at most 256 leave room for two waves a SIMD, which hide loads
-        "forward": (Tiling(128, 64, 4, 1, waves_per_eu=2), Tiling(64, 32, 4, 1, waves_per_eu=2)),
-        "backward_dkv": (Tiling(32, 128, 4, 1), Tiling(32, 64, 4, 1)),
-        "backward_dq": (Tiling(128, 64, 4, 1), Tiling(64, 32, 4, 1)),
-    },
-    "cdna 128": {
-        "forward": (Tiling(128, 32, 4, 1, waves_per_eu=2, matrix_instr_nonkdim=16), Tiling(64, 32, 4, 1, waves_per_eu=2)),
-        "backward_dkv": (Tiling(32, 64, 4, 1, matrix_instr_nonkdim=16), Tiling(16, 64, 4, 1, matrix_instr_nonkdim=16)),
-        "backward_dq": (Tiling(128, 32, 4, 1), Tiling(64, 32, 4, 1, matrix_instr_nonkdim=16)),
-    },
-    "cdna 256": {
-        "forward": (Tiling(64, 32, 4, 1, waves_per_eu=2, matrix_instr_nonkdim=16), Tiling(32, 32, 4, 1, matrix_instr_nonkdim=16)),
-        "backward_dkv": (Tiling(32, 64, 4, 1, matrix_instr_nonkdim=16), Tiling(16, 64, 4, 1, matrix_instr_nonkdim=16)),
-        "backward_dq": (Tiling(64, 32, 4, 1, matrix_instr_nonkdim=16), Tiling(32, 32, 4, 1, matrix_instr_nonkdim=16)),
-    },
-    "cdna masked": {  # the predicate of a score is a pair of scalar registers, of which a wave has a hundred
-        "forward": (Tiling(64, 32, 4, 1, waves_per_eu=2, matrix_instr_nonkdim=16), Tiling(32, 32, 4, 1, matrix_instr_nonkdim=16)),
-        "backward_dkv": (Tiling(16, 64, 4, 1, matrix_instr_nonkdim=16), Tiling(16, 32, 4, 1, matrix_instr_nonkdim=16)),
-        "backward_dq": (Tiling(64, 16, 4, 1, matrix_instr_nonkdim=16), Tiling(32, 16, 4, 1, matrix_instr_nonkdim=16)),
-    },
-    "rdna4 64": {  # gfx12: wave32, 64 KB of LDS, 256 registers
-        "forward": (Tiling(64, 64, 4, 1), Tiling(64, 32, 4, 1)),
-        "backward_dkv": (Tiling(32, 64, 4, 1), Tiling(16, 64, 4, 1)),
-        "backward_dq": (Tiling(64, 32, 4, 1), Tiling(64, 16, 4, 1)),
-    },
-    "rdna4 128": {
-        "forward": (Tiling(64, 32, 4, 1), Tiling(64, 16, 4, 1)),
-        "backward_dkv": (Tiling(16, 64, 4, 1, split_dkv=True), Tiling(16, 32, 4, 1, split_dkv=True)),
-        "backward_dq": (Tiling(64, 16, 4, 1), Tiling(32, 16, 4, 1)),
-    },
-    "rdna4 256": {
-        "forward": (Tiling(64, 16, 4, 1), Tiling(32, 16, 4, 1)),
-        "backward_dkv": (Tiling(16, 32, 8, 1, split_dkv=True), Tiling(16, 16, 8, 1, split_dkv=True)),
-        "backward_dq": (Tiling(16, 16, 4, 1),),
-    },
-    "rdna4 masked": {
-        "forward": (Tiling(64, 16, 4, 1), Tiling(32, 16, 4, 1)),
-        "backward_dkv": (Tiling(16, 32, 4, 1, split_dkv=True), Tiling(16, 16, 4, 1, split_dkv=True)),
-        "backward_dq": (Tiling(64, 16, 4, 1), Tiling(32, 16, 4, 1)),
-    },
-    "rdna3 64": {  # gfx11: the same, but both halves of a wave hold a copy of the operands of a matrix instruction
-        "forward": (Tiling(64, 32, 4, 1), Tiling(64, 16, 4, 1)),
-        "backward_dkv": (Tiling(16, 64, 4, 1, split_dkv=True), Tiling(16, 32, 4, 1, split_dkv=True)),
-        "backward_dq": (Tiling(64, 32, 4, 1), Tiling(64, 16, 4, 1)),
-    },
-    "rdna3 128": {
-        "forward": (Tiling(64, 16, 4, 1), Tiling(32, 16, 4, 1)),
-        "backward_dkv": (Tiling(16, 64, 4, 1, split_dkv=True), Tiling(16, 32, 4, 1, split_dkv=True)),
-        "backward_dq": (Tiling(32, 16, 4, 1), Tiling(16, 16, 4, 1)),
-    },
-    "rdna3 256": {
-        "forward": (Tiling(32, 16, 8, 1), Tiling(16, 16, 4, 1)),
-        "backward_dkv": (Tiling(16, 32, 8, 1, split_dkv=True), Tiling(16, 16, 8, 1, split_dkv=True)),
-        "backward_dq": (Tiling(16, 16, 8, 1),),
-    },
-    "rdna3 masked": {
-        "forward": (Tiling(32, 16, 4, 1), Tiling(16, 16, 4, 1)),
-        "backward_dkv": (Tiling(16, 32, 4, 1, split_dkv=True), Tiling(16, 16, 4, 1, split_dkv=True)),
-        "backward_dq": (Tiling(32, 16, 4, 1), Tiling(16, 16, 4, 1)),
-    },
-    "rdna float32": {  # no matrix instruction: a thread holds whole rows of its operands
-        "forward": (Tiling(32, 16, 4, 1), Tiling(16, 16, 4, 1)),
-        "backward_dkv": (Tiling(16, 16, 8, 1),),
-        "backward_dq": (Tiling(16, 16, 8, 1),),
-    },
-    "cdna float32": {  # matrix instructions as for 16 bits, with operands of twice the size
-        "forward": (Tiling(64, 32, 4, 1, waves_per_eu=2), Tiling(32, 16, 4, 1, waves_per_eu=2)),
-        "backward_dkv": (Tiling(32, 64, 4, 1), Tiling(16, 32, 4, 1), Tiling(16, 16, 4, 1)),
-        "backward_dq": (Tiling(64, 32, 4, 1), Tiling(32, 16, 4, 1), Tiling(16, 16, 4, 1)),
-    },
-}
-_ROOM = {"warpgroup": 0.8, "warpgroup pointers": 0.8}  # share of the registers that accumulators may take; the rest holds operands and addresses
-_ROOM_DEFAULT = 0.65
-
-
-def _kind(device: Device, problem: Problem) -> str:
-    """Key of _CANDIDATES: family of devices, then the width of a tile's row or what else decides how many registers are left."""
-    if device.vendor == "amd":
-        family = "cdna" if device.wave_size == 64 else "rdna4" if device.arch.startswith("gfx12") else "rdna3"
-        if problem.dtype.itemsize > 2:
-            return f"{family.rstrip('34')} float32"
-    elif problem.dtype.itemsize > 2:
-        return "float32"
-    elif device.arch == "sm_90":
-        return "warpgroup pointers" if problem.varlen or problem.mask or problem.bias else "warpgroup"
-    else:
-        family = {"sm_80": "ampere", "sm_100": "blackwell", "sm_103": "blackwell"}.get(device.arch, "consumer")
-    if problem.mask or problem.bias or (family == "blackwell" and problem.varlen):
-        return f"{family} masked"
-    width = padded_head_dim(max(problem.head_dim, problem.head_dim_v))
-    return f"{family} {64 if width <= 64 else 128 if width <= 128 else 256}"
-
-
-def rule(kernel: str, problem: Problem, device: Device, blocked: tuple[Blocked, ...] = ()) -> Tiling:
-    """A tiling that can be launched, from sizes and limits alone. Never fails: the smallest tiling is the last resort.
+def rule(kernel: str, problem: Problem, device: Device, blocked: tuple[Blocked, ...] = (), backend: str = "triton") -> Tiling:
+    """A tiling that the backend can launch, from sizes and limits alone. Never fails: the smallest tiling is the last resort.
 
     Launchable anywhere rather than fastest somewhere. On the CPU (Triton's interpreter) it is small, so that short
     sequences still have several blocks.
     """
     if device.vendor == "cpu":
         return Tiling(32, 32)
-    kind = _kind(device, problem)
-    limit = _ROOM.get(kind, _ROOM_DEFAULT) * device.registers_per_thread
+    module = backends.load(backend)
+    unfit = getattr(module, "unfit", Tiling.unfit)
+    registers_of = getattr(module, "registers", _accumulator_registers)
+    settle = getattr(module, "settle", lambda tiling, *_: tiling)
+    listed, room = candidates(backend, kernel, problem, device)
+    limit = room * device.registers_per_thread
 
     def registers(tiling: Tiling) -> int:
-        return tiling.accumulator_registers(kernel, problem, device.wave_size)
+        return registers_of(tiling, kernel, problem, device)
 
     def spread(tiling: Tiling) -> Tiling:  # more warps hold the same accumulators in fewer registers each
         while registers(tiling) > limit and tiling.num_warps < 8:
-            tiling = tiling.replace(num_warps=2 * tiling.num_warps)
+            wider = settle(tiling.replace(num_warps=2 * tiling.num_warps), kernel, problem, device)
+            if wider == tiling:
+                break
+            tiling = wider
         return tiling
 
-    tilings = [_clip(t, problem) for t in _CANDIDATES[kind][kernel]]
-    tilings = [spread(t) for t in (*tilings, *_shrink(tilings[-1], kernel))]
+    tilings = [_clip(t, problem) for t in listed]
+    tilings = [spread(settle(t, kernel, problem, device)) for t in (*tilings, *_shrink(tilings[-1], kernel))]
     tilings = [t for t in tilings if not any(b(t) for b in blocked)] or tilings[-1:]
-    fitting = [t for t in tilings if t.unfit(kernel, problem, device) is None]
-    return next((t for t in fitting if registers(t) <= limit), None) or (fitting or tilings)[-1]
+    fitting = [t for t in tilings if unfit(t, kernel, problem, device) is None]
+    return next((t for t in fitting if registers(t) <= limit), None) or min(reversed(fitting or tilings[-1:]), key=registers)
+
+
+def _accumulator_registers(tiling: Tiling, kernel: str, problem: Problem, device: Device) -> int:
+    return tiling.accumulator_registers(kernel, problem, device.wave_size)
 
 
 def _clip(tiling: Tiling, problem: Problem) -> Tiling:

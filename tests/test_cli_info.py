@@ -46,7 +46,7 @@ def test_json_has_the_same_facts(no_gpu, capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts == json.loads(json.dumps(collect()))
     assert facts["torch"] == torch.__version__ and facts["devices"][-1]["vendor"] == "cpu"
-    assert facts["devices"][-1]["backends"] == {"triton": "needs a GPU", "cpu": None}
+    assert facts["devices"][-1]["backends"] == {"triton": "needs a GPU", "hip": "needs a GPU", "cpu": None}
 
 
 def test_with_a_gpu(h200, monkeypatch):

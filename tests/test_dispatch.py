@@ -12,7 +12,7 @@ from portable_flash.device import cpu, named
 from portable_flash.problem import Problem
 
 PROBLEM = Problem(torch.float16, batch=1, heads_q=2, heads_k=2, seqlen_q=64, seqlen_k=64, head_dim=32, head_dim_v=32)
-H200 = named("h200")
+H200, MI300X, RX6800 = named("h200"), named("mi300x"), named("rx6800")
 real_load, CPU = backends.load, backends.load("cpu")
 
 
@@ -71,7 +71,35 @@ def qkv():
 # ------------------------------------------------------------------ order
 def test_order():
     assert dispatch.order(H200) == ("triton", "cpu")
-    assert dispatch.order(cpu())[0] == "cpu"
+    assert dispatch.order(MI300X) == ("triton", "hip", "cpu")
+    assert dispatch.order(cpu()) == ("cpu", "triton")
+
+
+def test_hip_is_for_amd_where_triton_has_no_path():
+    pytest.importorskip("triton")
+    assert dispatch.plan(PROBLEM, MI300X).backend == "triton" and dispatch.plan(PROBLEM, MI300X, "hip").backend == "hip"
+    found = dispatch.plan(PROBLEM, RX6800)
+    assert found.backend == "hip" and [name for name, _ in found.rejected] == ["triton"]
+    for device in (H200, cpu()):
+        with pytest.raises(NoBackendError, match="hip: runs on AMD GPUs"):
+            dispatch.plan(PROBLEM, device, "hip")
+
+
+def present(device):
+    return replace(device, index=0)
+
+
+@pytest.mark.parametrize("reason", ["no path", "probe"])
+def test_another_kernel_backend_is_silent_unless_the_first_is_broken(install, monkeypatch, reason):
+    """A GPU that only the second kernel backend serves is served as intended; a failed probe is news."""
+    install(Fake("first", unavailable="has no path for this" if reason == "no path" else None), Fake("second"))
+    monkeypatch.setattr(dispatch, "order", lambda device: ("first", "second", "cpu"))
+    monkeypatch.setattr(dispatch, "probe", lambda name, device: "is wrong" if (name, reason) == ("first", "probe") else None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert dispatch.plan(PROBLEM, present(MI300X)).backend == "second"
+    expected = ["portable_flash runs this call on its 'second' backend: first is wrong"] if reason == "probe" else []
+    assert [str(w.message) for w in caught] == expected
 
 
 def test_the_first_that_can_run_does(install):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from portable_flash import Tiling, attention, explain, tuning
+from portable_flash.backends import load
 from portable_flash.device import catalogue
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -47,10 +48,12 @@ def test_it_names_backend_kernels_tilings_sources_flops_and_bytes():
 @pytest.mark.parametrize("slug", sorted(catalogue()))
 def test_every_gpu_of_the_catalogue_has_a_plan(slug):
     report = gpu(slug, needs_grad=True)
-    assert report.plan.device.slug == slug and report.plan.backend == "triton"
+    assert report.plan.device.slug == slug
+    assert report.plan.backend == ("triton" if load("triton").unavailable(report.plan.device) is None else "hip")
     assert set(report.plan.kernels) == {"forward", "backward_dkv", "backward_dq"}
     for kernel, chosen in report.plan.kernels.items():
-        assert chosen.tiling.unfit(kernel, report.plan.problem, report.plan.device) is None
+        unfit = getattr(load(report.plan.backend), "unfit", Tiling.unfit)
+        assert unfit(chosen.tiling, kernel, report.plan.problem, report.plan.device) is None
 
 
 def test_refusals_are_listed():
@@ -59,7 +62,15 @@ def test_refusals_are_listed():
         warnings.simplefilter("error")  # nothing falls back: nothing runs
         report = gpu("mi300x", *wide)
     assert report.plan.backend == "cpu"
-    assert str(report).splitlines()[-1].startswith("  rejected triton: computes fp16, bf16 and fp32, not fp64")
+    reason = "computes fp16, bf16 and fp32, not fp64"
+    assert str(report).splitlines()[-2:] == [f"  rejected triton: {reason}", f"  rejected hip: {reason}"]
+
+
+@pytest.mark.parametrize("slug", ["rx6800", "mi50", "mi100", "rx5700xt"])
+def test_gpus_that_only_hip_serves(slug):
+    report = str(gpu(slug, needs_grad=True))
+    assert report.splitlines()[1] == "  backend: hip" and "  rejected triton: has no path for gfx" in report
+    assert "MB of HBM traffic predicted" in report
 
 
 def test_an_explicit_tiling_is_reported_as_such():

@@ -386,7 +386,7 @@ MISTAKES = {
     "dropout": (dense(dropout_p=0.1), NotImplementedError, "dropout_p=0.1: dropout is not implemented; pass 0.0 (in evaluation too)"),
     "dropout_range": (dense(dropout_p=1.5), ValueError, "dropout_p=1.5: must be a probability"),
     "dropout_text": (dense(dropout_p="no"), ValueError, "dropout_p='no': must be a probability"),
-    "backend": (dense(backend="cuda"), ValueError, "backend='cuda': allowed are 'triton', 'cpu' or None for the best that can run"),
+    "backend": (dense(backend="cuda"), ValueError, "backend='cuda': allowed are 'triton', 'hip', 'cpu' or None for the best that can run"),
     "unknown": (dense(is_causal=True), TypeError, "unexpected keyword argument 'is_causal'"),
     "unknown_explain": (lambda: explain(Q, K, K, is_causal=True), TypeError, "explain() got an unexpected keyword argument 'is_causal'"),
     # optional tensors

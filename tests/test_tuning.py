@@ -1,6 +1,7 @@
 """The tuning database: what its reader refuses, the order of the look-up ladder, and the rule at its foot."""
 
 import importlib
+import itertools
 import os
 import warnings
 from types import MappingProxyType
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from portable_flash import database
+from portable_flash.backends import hip, load
 from portable_flash.database import Blocked, DatabaseError, When, parse
 from portable_flash.device import Device, catalogue, cpu, named
 from portable_flash.problem import Problem
@@ -23,9 +25,11 @@ def problem(**changes):
     return Problem(**{**sizes, **changes})
 
 
-def text(slug="h200", arch="sm_90", vendor="nvidia", units=132, inherits="null", block_m=64, kernels=None, measured=""):
-    if kernels is None:
-        kernels = f"  forward:\n    entries:\n      - {{when: {{}}, use: {{block_m: {block_m}, block_n: 32}}}}\n" if block_m else "  {}\n"
+def text(slug="h200", arch="sm_90", vendor="nvidia", units=132, inherits="null", block_m=64, kernels=None, measured="", backend="triton"):
+    """A file; `kernels` are those of `backend`, indented by two."""
+    if kernels is None and block_m:
+        kernels = f"  forward:\n    entries:\n      - {{when: {{}}, use: {{block_m: {block_m}, block_n: 32}}}}\n"
+    kernels = f"  {backend}:\n" + "".join(f"  {line}" for line in kernels.splitlines(True)) if kernels else "  {}\n"
     return f"""schema: 1
 device:
   slug: {slug}
@@ -83,7 +87,7 @@ def test_the_example_of_the_documentation():
 """, measured="measured_with: {triton: \"3.7.1\", date: 2026-12-01, power_cap_w: 750}\n"),
         "mi300x.yaml",
     )  # fmt: skip
-    forward = record.kernels["forward"]
+    forward = record.kernels["triton"]["forward"]
     assert forward.space == "9f3c1b2a" and forward.entries[0].use == Tiling(128, 64, 4, 1, waves_per_eu=2)
     assert forward.entries[0].when == When(dtype=("bf16",), head_dim_le=128, seqlen_q_le=4096, seqlen_k_le=4096, causal=True)
     assert forward.entries[0].proof["median_us"] == 412.3 and record.measured_with["power_cap_w"] == 750
@@ -112,8 +116,10 @@ ENTRY = "  forward:\n    entries:\n      - {when: %s, use: %s}\n"
         (text().replace("{compute_units", "{pci_ids: ['10DE:2335'], compute_units"), r"match.pci_ids\[0\]: '10DE:2335': must be"),
         (text(measured="measured_with: {triton: 3.10}\n"), "x.yaml:9: measured_with: triton must be quoted text"),
         (text(measured="measured_with: {date: 2026-13-45}\n"), "x.yaml:9: measured_with.date"),
-        (text(kernels="  sideways: {}\n"), "x.yaml:10: kernels.sideways: unknown field; allowed are backward_dkv, backward_dq, forward"),
-        (text(kernels=ENTRY % ("{}", "{block_m: 100, block_n: 64}")), r"x.yaml:12: kernels.forward.entries\[0\].use: .*a power of two"),
+        (text(kernels="  sideways: {}\n"), "x.yaml:11: kernels.triton.sideways: unknown field; allowed are backward_dkv, backward_dq, "),
+        (text(backend="cuda"), "x.yaml:11: kernels.cuda: unknown field; allowed are hip, triton"),
+        (text(backend="forward"), r"x.yaml:11: kernels.forward: tilings belong to a backend: put forward below kernels.triton .or hip"),
+        (text(kernels=ENTRY % ("{}", "{block_m: 100, block_n: 64}")), r"x.yaml:13: kernels.triton.*entries\[0\].use: .*a power of two"),
         (text(kernels=ENTRY % ("{}", "{block_m: 64}")), "block_n"),
         (text(kernels=ENTRY % ("{}", "{block_m: 64, block_n: 64, tma: 1}")), r"entries\[0\].use.tma: must be true or false, got 1"),
         (text(kernels=ENTRY % ("{}", "{block_m: true, block_n: 64}")), "use.block_m: must be an integer"),
@@ -270,7 +276,7 @@ def test_another_space_voids_the_kernel_with_one_warning(place):
     place(catalogue=[text(kernels=(ENTRY % ("{}", BLOCK)).replace("entries", 'space: "00000000"\n    entries', 1))])
     assert lookup("forward", problem(), H200, space="00000000").source == "h200.yaml"
     assert lookup("forward", problem(), H200).source == "h200.yaml"  # a backend that has no hash asks nothing
-    with pytest.warns(UserWarning, match="tilings of forward are of an older kernel .space 00000000, now 11111111"):
+    with pytest.warns(UserWarning, match="tilings of triton's forward are of an older kernel .space 00000000, now 11111111"):
         assert lookup("forward", problem(), H200, space="11111111").source == "rule"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -364,8 +370,40 @@ def test_rule_on_the_cpu_and_on_a_gpu_that_nobody_knows():
     assert lookup("forward", problem(), unknown).source == "rule"
 
 
-def test_shipped_tilings_were_made_for_the_kernels_that_are_shipped():
-    from portable_flash.backends import triton as backend
+@pytest.mark.parametrize("slug", sorted(slug for slug, record in catalogue().items() if record.vendor == "amd"))
+def test_rule_fits_every_amd_gpu_for_hip(slug):
+    device = named(slug)
+    sizes = [(0, 0), (1, 1), (1, 4096), (17, 100), (4096, 1), (2048, 2048)]
+    for dtype, (rows, keys), mask in itertools.product((torch.bfloat16, torch.float32), sizes, (False, True)):
+        for d, dv in [(d, d) for d in (1, 32, 64, 80, 96, 128, 160, 192, 256)] + [(192, 128), (64, 256)]:
+            for kernel in KERNELS:
+                p = problem(dtype=dtype, seqlen_q=rows, seqlen_k=keys, head_dim=d, head_dim_v=dv, mask=mask)
+                tiling = rule(kernel, p, device, backend="hip")
+                assert hip.unfit(tiling, kernel, p, device) is None, (kernel, p, tiling)
+                assert hip.settle(tiling, kernel, p, device) == tiling
+                assert (tiling.block_n if kernel == "backward_dkv" else tiling.block_m) >= 16 * tiling.num_warps
 
-    recorded = {(record.file, name): kernel.space for record in catalogue().values() for name, kernel in record.kernels.items()}
-    assert recorded and all(space == backend.space(name) for (_, name), space in recorded.items()), recorded
+
+def test_files_hold_tilings_by_backend(place):
+    """A tiling of one backend is not another's, and each is judged by its own backend's model."""
+    amd = dict(slug="mi300x", arch="gfx942", vendor="amd", units=304)
+    use = "  forward:\n    entries:\n      - {when: {}, use: {block_m: %s, block_n: 32, num_warps: 4}}\n"
+    place(catalogue=[text(**amd, kernels=use % 128, backend="hip")])
+    device = named("mi300x")
+    assert lookup("forward", problem(), device, None, "hip").source == "mi300x.yaml"
+    assert lookup("forward", problem(), device, None, "triton").source == "rule"
+    with tuning.tuning(forward=Tiling(64, 64)):
+        assert {lookup("forward", problem(), device, None, name).tiling for name in ("hip", "triton")} == {Tiling(64, 64)}
+    for backend, source in (("hip", "rule"), ("triton", "mi300x.yaml")):  # 32 rows are no four waves' for HIP
+        place(catalogue=[text(**amd, kernels=use % 32, backend=backend)])
+        assert lookup("forward", problem(), device, None, backend).source == source
+
+
+def test_shipped_tilings_were_made_for_the_kernels_that_are_shipped():
+    recorded = {
+        (record.file, backend, name): kernel.space
+        for record in catalogue().values()
+        for backend, kernels in record.kernels.items()
+        for name, kernel in kernels.items()
+    }
+    assert recorded and all(space == load(backend).space(name) for (_, backend, name), space in recorded.items()), recorded

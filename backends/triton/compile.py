@@ -13,7 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...device import Device
 from ...problem import Problem
-from .. import Inputs, KernelPlan, Needs, Plan
+from .. import KernelPlan, Needs, Plan
+from ..shared import dkv_passes, meta_call
 from . import host
 from .common import SIZES
 from .launch import Launch
@@ -52,7 +53,7 @@ def compile_problem(problem: Problem, device: Device, kernels: dict[str, KernelP
     if "backward_dkv" in kernels:
         launch, _ = host.plan_delta(inputs, plan, out, grad_out, None)
         result["backward_delta"] = compile_launch(launch, (out, grad_out, lse, None, lse), device)
-        for dk, dv in host.dkv_passes(plan, Needs()):
+        for dk, dv in dkv_passes(plan, Needs()):
             launch, tma = host.plan_dkv(inputs, plan, grad_out, dk, dv)
             q, do = host._dkv_descriptors(inputs, plan, grad_out) if tma else (inputs.query, grad_out)
             operands = (q, inputs.key, inputs.value, do, lse, lse, inputs.key if dk else None, inputs.value if dv else None)
@@ -67,33 +68,6 @@ def compile_problem(problem: Problem, device: Device, kernels: dict[str, KernelP
             operands = (inputs.query, inputs.key, inputs.value, grad_out, lse, lse, lse)
             result["backward_dbias"] = compile_launch(launch, (*operands, *tail), device)
     return result
-
-
-def meta_call(problem: Problem, layout: str = "bhsd") -> tuple[Inputs, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs, output, lse and output gradient of a problem, with shapes and strides but no memory."""
-    p = problem
-    new = lambda *shape, dtype=p.dtype: torch.empty(*shape, dtype=dtype, device="meta")
-    if p.varlen:
-        shape = lambda heads, rows, width: (rows, heads, width)
-        rows_q, rows_k = p.total_q, p.total_k
-    else:
-        shape = lambda heads, rows, width: (p.batch, heads, rows, width) if layout == "bhsd" else (p.batch, rows, heads, width)
-        rows_q, rows_k = p.seqlen_q, p.seqlen_k
-    inputs = Inputs(
-        new(*shape(p.heads_q, rows_q, p.head_dim)),
-        new(*shape(p.heads_k, rows_k, p.head_dim)),
-        new(*shape(p.heads_k, rows_k, p.head_dim_v)),
-        scale=p.head_dim**-0.5, softcap=30.0 if p.softcap else 0.0, layout=layout,
-        bias=new(1, p.heads_q, p.seqlen_q, p.seqlen_k) if p.bias else None,
-        alibi_slopes=new(p.batch, p.heads_q, dtype=torch.float32) if p.alibi else None,
-        sinks=new(p.heads_q, dtype=torch.float32) if p.sinks else None,
-        mask=new(p.batch, 1, p.seqlen_q, p.seqlen_k, dtype=torch.bool) if p.mask else None,
-        cu_seqlens_q=new(p.batch + 1, dtype=torch.int32) if p.varlen else None,
-        cu_seqlens_k=new(p.batch + 1, dtype=torch.int32) if p.varlen else None,
-    )  # fmt: skip
-    out = new(*shape(p.heads_q, rows_q, p.head_dim_v))
-    lse = new(*((p.heads_q, rows_q) if p.varlen else (p.batch, p.heads_q, rows_q)), dtype=torch.float32)
-    return inputs, out, lse, torch.empty_like(out)
 
 
 def compile_launch(launch: Launch, tensors_and_scalars: tuple, device: Device) -> Compiled:

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 
 from ...device import Device
-from ...problem import MAX_ROW_STRIDE, Problem
+from ...problem import Problem
 from ...tiling import Tiling, padded_head_dim
 from .. import Gradients, Inputs, Needs, Plan
+from ..shared import (
+    DELTA_ROWS,
+    addressable,
+    alignment,
+    blocks,
+    broadcast_strides,
+    contiguous_strides,
+    dkv_passes,
+    empty_outputs,
+    grad_lse_strides,
+    guard,
+    head_strides,
+    heads_per_group,
+    key_bytes,
+    lse_strides,
+    new_gradients,
+    on_device,
+    query_bytes,
+    row_major,
+    sink_gradient,
+    strides_key,
+    window,
+)
 from .backward_kernels import backward_dbias_kernel, backward_delta_kernel, backward_dkv_kernel, backward_dq_kernel
 from .forward_kernels import forward_kernel
-from .launch import MAX_PROGRAMS, Launch, alignment, broadcast_strides, describable, descriptor, head_strides
+from .launch import Launch, describable, descriptor
 
-_DELTA_ROWS = 64  # rows a program of the delta kernel, which only streams
-_DELTA_TILING = Tiling(_DELTA_ROWS, 16, num_warps=4)
-_HEADS_PER_GROUP = 4
+_DELTA_TILING = Tiling(DELTA_ROWS, 16, num_warps=4)
 _LAUNCHES: dict[tuple, tuple] = {}
 _MAX_LAUNCHES = 8192  # distinct calls remembered; beyond that the memory starts again from nothing
 
@@ -94,31 +114,6 @@ def use_tma(tiling: Tiling, problem: Problem, *streamed: torch.Tensor) -> bool:
     return all(describable(t) for t in streamed)
 
 
-def blocks(n: int, block: int) -> int:
-    return -(-n // block)
-
-
-def heads_per_group(problem: Problem, device: Device, streamed_bytes: int, heads: int, sharing: int) -> int:
-    """Consecutive heads that a group of programs works on, a multiple of those `sharing` one streamed operand.
-
-    A few heads are enough for short programs to fill the gaps that long ones leave; more would only compete for the
-    cache, of which a quarter is counted on (large L2s are two halves that each keep a copy).
-    """
-    fit = device.l2_bytes // 4 // max(1, streamed_bytes)
-    operands = max(1, min(fit, _HEADS_PER_GROUP // sharing))
-    return max(1, min(heads, operands * sharing))
-
-
-def _window(problem: Problem) -> tuple[int, int]:
-    return problem.window_left or 0, problem.window_right or 0
-
-
-def _guard(programs: int) -> int:
-    if programs > MAX_PROGRAMS:
-        raise ValueError(f"the call needs {programs} programs, a launch has at most {MAX_PROGRAMS}: split the batch")
-    return programs
-
-
 def _extras(inputs: Inputs) -> tuple:
     """Optional tensors in the order that every kernel takes them, booleans as bytes."""
     mask = inputs.mask
@@ -131,7 +126,7 @@ def _extra_strides(inputs: Inputs) -> tuple[int, ...]:
 
 
 def _sizes(problem: Problem) -> tuple[int, ...]:
-    return (problem.group, problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, *_window(problem))
+    return (problem.group, problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, *window(problem))
 
 
 def _io_strides(inputs: Inputs) -> tuple[int, ...]:
@@ -145,43 +140,11 @@ def _io_strides(inputs: Inputs) -> tuple[int, ...]:
 def _strides_key(inputs: Inputs) -> tuple:
     """All that decides the compiled variant and its integers beyond the plan."""
     tf32 = inputs.query.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    key = (inputs.query.stride(), inputs.key.stride(), inputs.value.stride(), inputs.layout, tf32)
-    if inputs.bias is None and inputs.mask is None and inputs.alibi_slopes is None and inputs.cu_seqlens_q is None:
-        return key
-    optional = (inputs.bias, inputs.mask, inputs.alibi_slopes, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-    return (*key, *[None if t is None else (t.shape, t.stride(), t.dtype) for t in optional])
-
-
-def _on_device(function):
-    """Run with the tensors' device current: Triton launches on the current one."""
-
-    @functools.wraps(function)
-    def run(inputs: Inputs, plan: Plan, *rest):
-        index = plan.device.index
-        if index is None or index == torch._C._cuda_getDevice():
-            return function(inputs, plan, *rest)
-        with torch.cuda.device(index):
-            return function(inputs, plan, *rest)
-
-    return run
+    return (tf32, *strides_key(inputs))
 
 
 # ---------------------------------------------------------------- forward
-def empty_outputs(query: torch.Tensor, head_dim_v: int, layout: str, varlen: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse; packed ones start as rows that see no key, since no program owns rows past the last sequence."""
-    if varlen:
-        total, heads, _ = query.shape
-        return query.new_zeros(total, heads, head_dim_v), query.new_full((heads, total), float("-inf"), dtype=torch.float32)
-    b, x, y, _ = query.shape
-    heads, rows = (x, y) if layout == "bhsd" else (y, x)
-    return query.new_empty(b, x, y, head_dim_v), query.new_empty(b, heads, rows, dtype=torch.float32)
-
-
-def _lse_strides(problem: Problem) -> tuple[int, int]:
-    return (0, problem.total_q) if problem.varlen else (problem.heads_q * problem.seqlen_q, problem.seqlen_q)
-
-
-@_on_device
+@on_device
 def forward(inputs: Inputs, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
     problem = plan.problem
     query, key, value = inputs.query, inputs.key, inputs.value
@@ -212,16 +175,16 @@ def plan_forward(inputs: Inputs, plan: Plan) -> tuple[Launch, bool]:
     tma = use_tma(tiling, problem, inputs.query, inputs.key, inputs.value)
     heads = problem.batch * problem.heads_q
     num_blocks = blocks(problem.seqlen_q, tiling.block_m)
-    grouped = heads_per_group(problem, device, _key_bytes(problem), heads, problem.group)
+    grouped = heads_per_group(device, key_bytes(problem), heads, problem.group)
     integers = (
-        *_io_strides(inputs), *_output_strides(inputs, problem), *_lse_strides(problem), *_extra_strides(inputs),
+        *_io_strides(inputs), *_output_strides(inputs, problem), *lse_strides(problem), *_extra_strides(inputs),
         num_blocks, heads, grouped, problem.heads_q, *_sizes(problem),
     )  # fmt: skip
     constexprs = {
         "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, **widths(problem), **features(problem),
         "HAS_SINKS": problem.sinks, "EVEN_K": _even_keys(problem, tiling), **_common(tiling, problem, device, tma),
     }  # fmt: skip
-    return Launch(forward_kernel, _guard(num_blocks * heads), integers, constexprs, compile_options(tiling, device)), tma
+    return Launch(forward_kernel, guard(num_blocks * heads), integers, constexprs, compile_options(tiling, device)), tma
 
 
 def _output_strides(inputs: Inputs, problem: Problem) -> tuple[int, int, int]:
@@ -240,67 +203,36 @@ def _even_keys(problem: Problem, tiling: Tiling) -> bool:
     return not problem.varlen and problem.seqlen_k % tiling.block_n == 0
 
 
-def _key_bytes(problem: Problem) -> int:
-    return problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-
-
 # ---------------------------------------------------------------- backward
-@_on_device
+@on_device
 def backward(
     inputs: Inputs, plan: Plan, out: torch.Tensor, lse: torch.Tensor, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, needs: Needs
 ) -> Gradients:
     problem = plan.problem
-    rows_apart = head_strides(grad_out, inputs.layout)[2]
-    if (grad_out.stride(-1) != 1 and grad_out.shape[-1] != 1) or rows_apart >= MAX_ROW_STRIDE:
-        grad_out = grad_out.contiguous()
+    grad_out = addressable(grad_out, inputs.layout)
     key = (id(plan), *_strides_key(inputs), grad_out.stride(), *alignment(inputs.query, inputs.key, inputs.value, grad_out, inputs.bias))
-    grads = Gradients()
+    grads = new_gradients(inputs, problem, needs)
     delta = torch.empty_like(lse)
     lse_stride = None if grad_lse is None else grad_lse.stride()
     launch, _ = _planned(("delta", *key, lse_stride), plan, plan_delta, inputs, plan, out, grad_out, grad_lse)
     launch(out, grad_out, lse, grad_lse, delta)
     tail = (*_extras(inputs), inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.scale, inputs.softcap)
     if needs.key or needs.value:
-        grads.key = _new_gradient(inputs.key, problem) if needs.key else None
-        grads.value = _new_gradient(inputs.value, problem) if needs.value else None
         for dk, dv in dkv_passes(plan, needs):
             launch, tma = _planned(("dkv", dk, dv, *key), plan, plan_dkv, inputs, plan, grad_out, dk, dv)
             streamed = _dkv_descriptors(inputs, plan, grad_out) if tma else (inputs.query, grad_out)
             launch(streamed[0], inputs.key, inputs.value, streamed[1], lse, delta, grads.key, grads.value, *tail)
     if needs.query:
-        grads.query = _new_gradient(inputs.query, problem)
         launch, tma = _planned(("dq", *key), plan, plan_dq, inputs, plan, grad_out)
         streamed = _dq_descriptors(inputs, plan) if tma else (inputs.key, inputs.value)
         launch(inputs.query, *streamed, grad_out, lse, delta, grads.query, *tail)
     if needs.bias:
-        dbias = torch.zeros(inputs.bias.shape, dtype=torch.float32, device=inputs.bias.device)
         launch, _ = _planned(("dbias", *key), plan, plan_dbias, inputs, plan, grad_out)
-        launch(inputs.query, inputs.key, inputs.value, grad_out, lse, delta, dbias, *tail)
-        grads.bias = dbias.to(inputs.bias.dtype)
+        launch(inputs.query, inputs.key, inputs.value, grad_out, lse, delta, grads.bias, *tail)
+        grads.bias = grads.bias.to(inputs.bias.dtype)
     if needs.sinks:
         grads.sinks = sink_gradient(inputs.sinks, lse, delta, problem.varlen)
     return grads
-
-
-def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, varlen: bool) -> torch.Tensor:
-    """dsink_h = - sum over batch and rows of exp(sink_h - lse) * delta: a sink is a key whose value is 0."""
-    heads = (slice(None), None) if varlen else (None, slice(None), None)
-    share = torch.exp(sinks[heads] - lse).masked_fill_(lse == float("-inf"), 0.0)  # no sink and no key, or in no sequence
-    return -(share * delta).sum(-1 if varlen else (0, 2))
-
-
-def _new_gradient(tensor: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """Contiguous, in the tensor's shape; packed ones start at 0, since no program owns rows past the last sequence."""
-    new = torch.zeros if problem.varlen else torch.empty
-    return new(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def _contiguous_strides(tensor: torch.Tensor, layout: str) -> tuple[int, int, int]:
-    """What head_strides says of a contiguous tensor of this shape."""
-    if tensor.dim() == 3:
-        return 0, tensor.shape[2], tensor.shape[1] * tensor.shape[2]
-    _, x, y, d = tensor.shape
-    return (x * y * d, y * d, d) if layout == "bhsd" else (x * y * d, d, y * d)
 
 
 def _dkv_descriptors(inputs: Inputs, plan: Plan, grad_out: torch.Tensor):
@@ -321,28 +253,18 @@ def _dq_descriptors(inputs: Inputs, plan: Plan):
 
 def plan_delta(inputs: Inputs, plan: Plan, out: torch.Tensor, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Launch, bool]:
     problem = plan.problem
-    dlse = (0, 0, 0)
-    if grad_lse is not None:
-        dlse = (0, *grad_lse.stride()) if problem.varlen else grad_lse.stride()
     rows, sequences = (problem.total_q, 1) if problem.varlen else (problem.seqlen_q, problem.batch)
-    num_blocks = blocks(rows, _DELTA_ROWS)
+    num_blocks = blocks(rows, DELTA_ROWS)
     integers = (
-        *head_strides(out, inputs.layout), *head_strides(grad_out, inputs.layout), *dlse, *_lse_strides(problem),
+        *head_strides(out, inputs.layout), *head_strides(grad_out, inputs.layout), *grad_lse_strides(grad_lse), *lse_strides(problem),
         num_blocks, problem.heads_q, rows,
     )  # fmt: skip
     constexprs = {
-        "BLOCK_M": _DELTA_ROWS, "BLOCK_DV": padded_head_dim(problem.head_dim_v), "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_M": DELTA_ROWS, "BLOCK_DV": padded_head_dim(problem.head_dim_v), "HEAD_DIM_V": problem.head_dim_v,
         "HAS_DLSE": grad_lse is not None,
     }  # fmt: skip
-    programs = _guard(num_blocks * problem.heads_q * sequences)
+    programs = guard(num_blocks * problem.heads_q * sequences)
     return Launch(backward_delta_kernel, programs, integers, constexprs, compile_options(_DELTA_TILING, plan.device)), False
-
-
-def dkv_passes(plan: Plan, needs: Needs) -> list[tuple[bool, bool]]:
-    """(dK, dV) of each launch of the dK/dV kernel."""
-    if needs.key and needs.value and plan.kernels["backward_dkv"].tiling.split_dkv:
-        return [(True, False), (False, True)]
-    return [(needs.key, needs.value)]
 
 
 def plan_dkv(inputs: Inputs, plan: Plan, grad_out: torch.Tensor, need_dk: bool, need_dv: bool) -> tuple[Launch, bool]:
@@ -350,18 +272,17 @@ def plan_dkv(inputs: Inputs, plan: Plan, grad_out: torch.Tensor, need_dk: bool, 
     tma = use_tma(tiling, problem, inputs.query, grad_out)
     heads = problem.batch * problem.heads_k
     num_blocks = blocks(problem.seqlen_k, tiling.block_n)
-    streamed = problem.group * problem.seqlen_q * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     integers = (
-        *_io_strides(inputs), *head_strides(grad_out, inputs.layout), *_lse_strides(problem),
-        *_contiguous_strides(inputs.key, inputs.layout), *_contiguous_strides(inputs.value, inputs.layout), *_extra_strides(inputs),
-        num_blocks, heads, heads_per_group(problem, device, streamed, heads, 1), problem.heads_k, *_sizes(problem),
+        *_io_strides(inputs), *head_strides(grad_out, inputs.layout), *lse_strides(problem),
+        *contiguous_strides(inputs.key, inputs.layout), *contiguous_strides(inputs.value, inputs.layout), *_extra_strides(inputs),
+        num_blocks, heads, heads_per_group(device, query_bytes(problem), heads, 1), problem.heads_k, *_sizes(problem),
     )  # fmt: skip
     constexprs = {
         "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, **widths(problem), **features(problem),
         **_common(tiling, problem, device, tma),
         "EVEN_Q": not problem.varlen and problem.seqlen_q % tiling.block_m == 0, "NEED_DK": need_dk, "NEED_DV": need_dv,
     }  # fmt: skip
-    return Launch(backward_dkv_kernel, _guard(num_blocks * heads), integers, constexprs, compile_options(tiling, device)), tma
+    return Launch(backward_dkv_kernel, guard(num_blocks * heads), integers, constexprs, compile_options(tiling, device)), tma
 
 
 def plan_dq(inputs: Inputs, plan: Plan, grad_out: torch.Tensor) -> tuple[Launch, bool]:
@@ -370,15 +291,15 @@ def plan_dq(inputs: Inputs, plan: Plan, grad_out: torch.Tensor) -> tuple[Launch,
     heads = problem.batch * problem.heads_q
     num_blocks = blocks(problem.seqlen_q, tiling.block_m)
     integers = (
-        *_io_strides(inputs), *head_strides(grad_out, inputs.layout), *_lse_strides(problem),
-        *_contiguous_strides(inputs.query, inputs.layout), *_extra_strides(inputs),
-        num_blocks, heads, heads_per_group(problem, device, _key_bytes(problem), heads, problem.group), problem.heads_q, *_sizes(problem),
+        *_io_strides(inputs), *head_strides(grad_out, inputs.layout), *lse_strides(problem),
+        *contiguous_strides(inputs.query, inputs.layout), *_extra_strides(inputs),
+        num_blocks, heads, heads_per_group(device, key_bytes(problem), heads, problem.group), problem.heads_q, *_sizes(problem),
     )  # fmt: skip
     constexprs = {
         "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, **widths(problem), **features(problem),
         "EVEN_K": _even_keys(problem, tiling), **_common(tiling, problem, device, tma),
     }  # fmt: skip
-    return Launch(backward_dq_kernel, _guard(num_blocks * heads), integers, constexprs, compile_options(tiling, device)), tma
+    return Launch(backward_dq_kernel, guard(num_blocks * heads), integers, constexprs, compile_options(tiling, device)), tma
 
 
 def plan_dbias(inputs: Inputs, plan: Plan, grad_out: torch.Tensor) -> tuple[Launch, bool]:
@@ -389,9 +310,9 @@ def plan_dbias(inputs: Inputs, plan: Plan, grad_out: torch.Tensor) -> tuple[Laun
     summed = [n == 1 and m != 1 for n, m in zip(bias.shape, full)]
     m_tiles = 1 if summed[2] else blocks(bias.shape[2], tiling.block_m)
     n_tiles = 1 if summed[3] else blocks(bias.shape[3], tiling.block_n)
-    dbias_strides = [0 if n == 1 else stride for n, stride in zip(bias.shape, _row_major(bias.shape))]
+    dbias_strides = [0 if n == 1 else stride for n, stride in zip(bias.shape, row_major(bias.shape))]
     integers = (
-        *_io_strides(inputs), *head_strides(grad_out, inputs.layout), *_lse_strides(problem), *dbias_strides,
+        *_io_strides(inputs), *head_strides(grad_out, inputs.layout), *lse_strides(problem), *dbias_strides,
         *_extra_strides(inputs), m_tiles, n_tiles, bias.shape[1], problem.batch, problem.heads_q, *_sizes(problem),
     )  # fmt: skip
     constexprs = {
@@ -400,11 +321,4 @@ def plan_dbias(inputs: Inputs, plan: Plan, grad_out: torch.Tensor) -> tuple[Laun
         "SUM_B": summed[0], "SUM_H": summed[1], "SUM_M": summed[2], "SUM_N": summed[3], "PRECISION": precision(problem, device),
     }  # fmt: skip
     programs = bias.shape[0] * bias.shape[1] * m_tiles * n_tiles
-    return Launch(backward_dbias_kernel, _guard(programs), integers, constexprs, compile_options(tiling, device)), False
-
-
-def _row_major(shape) -> list[int]:
-    strides = [1]
-    for n in reversed(shape[1:]):
-        strides.insert(0, strides[0] * n)
-    return strides
+    return Launch(backward_dbias_kernel, guard(programs), integers, constexprs, compile_options(tiling, device)), False

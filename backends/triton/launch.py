@@ -6,10 +6,6 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-MAX_PROGRAMS = 2**31 - 1  # of grid axis x, on both vendors; the only axis used here
-
-_UNBOUNDED = 2**31 - 1  # extent of a broadcast dimension
-
 
 @triton.jit
 def _nothing():
@@ -45,27 +41,6 @@ class Launch:
         result = self.kernel[self.grid](*tensors_and_scalars, *self.integers, **self.constexprs, **self.options)
         if not INTERPRETED:
             self.compiled = result[self.grid]
-
-
-def alignment(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
-    """Which pointers are multiples of 16 bytes: Triton compiles another variant for those that are not."""
-    return tuple([t is None or t.data_ptr() % 16 == 0 for t in tensors])
-
-
-def head_strides(tensor: torch.Tensor, layout: str) -> tuple[int, int, int]:
-    """Strides of batch, head and row; packed tensors (total, H, D) have none for the batch."""
-    if tensor.dim() == 3:
-        return 0, tensor.stride(1), tensor.stride(0)
-    b, x, y, _ = tensor.stride()
-    return (b, x, y) if layout == "bhsd" else (b, y, x)
-
-
-def broadcast_strides(tensor: torch.Tensor | None) -> tuple[int, ...]:
-    """Strides of a 4-D tensor, 0 along dimensions of size 1, then the bounds of its last two; zeros for None."""
-    if tensor is None:
-        return (0,) * 6
-    strides = tuple(0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride()))
-    return (*strides, *(_UNBOUNDED if n == 1 else n for n in tensor.shape[2:]))
 
 
 def describable(tensor: torch.Tensor) -> bool:
