@@ -1,0 +1,46 @@
+"""Programs and libraries that some tests need. Where CI promises them, their absence is a failure, never a skip."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shutil
+from typing import NoReturn
+
+import pytest
+
+REQUIRED = "PORTABLE_FLASH_REQUIRE_TOOLS"  # set to 1 by .ci/run, which installs them
+
+
+def missing(what: str) -> NoReturn:
+    """Skip the test; fail it where the tools are promised."""
+    if os.environ.get(REQUIRED) == "1":
+        pytest.fail(f"{what} is missing, and {REQUIRED}=1 promises it", pytrace=False)
+    pytest.skip(f"{what} is missing")
+
+
+def require(*names: str) -> str:
+    """Path of the first of these programs that is on PATH."""
+    for name in names:
+        found = shutil.which(name)
+        if found:
+            return found
+    missing(" or ".join(names))
+
+
+def require_library(*names: str) -> str:
+    """The first of these shared libraries that the dynamic linker can load here (each is loaded to find out)."""
+    for name in names:
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            continue
+        return name
+    missing(" or ".join(names))
+
+
+def require_module(name: str) -> None:
+    """A Python package, looked for without importing it."""
+    if importlib.util.find_spec(name) is None:
+        missing(f"the Python package {name}")
