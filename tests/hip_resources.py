@@ -27,7 +27,6 @@ from portable_flash.problem import Problem
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MCA_MODELS = ("gfx90a", "gfx942")  # whose matrix unit llvm-mca knows
-WAVES_PER_SIMD = {"gfx906": 10, "gfx908": 8, "gfx90a": 8, "gfx942": 8, "gfx950": 8}  # RDNA: 16
 _INSTRUCTION = re.compile(r"^\s+([vsdgb](?:lobal|uffer|s)?_[a-z0-9_]+)\b", re.MULTILINE)
 _MIX = {
     "matrix": r"v_s?mfma|v_wmma", "dot": r"v_dot", "fma": r"v_(pk_)?(fma|fmac|mad|mac)", "exp": r"v_exp", "permute": r"v_perm|ds_(bpermute|swizzle)",
@@ -102,7 +101,8 @@ def assembly(kernel: Kernel) -> str:
 
 
 def resources(kernel: Kernel) -> Resources:
-    text = assembly(kernel)
+    text, macros = assembly(kernel), dict(kernel.macros)
+    masked = "1" in (macros["PF_HAS_BIAS"], macros["PF_HAS_MASK"])  # branches by score: llvm-mca takes minutes for what is no straight line
     field = lambda name: int(re.search(rf"^\s+\.{name}:\s+(\d+)", text, re.MULTILINE).group(1))
     occupancy = re.search(r"^; Occupancy: (\d+)", text, re.MULTILINE)
     counts = collections.Counter(_INSTRUCTION.findall(text))
@@ -114,7 +114,7 @@ def resources(kernel: Kernel) -> Resources:
         field("group_segment_fixed_size"), int(occupancy.group(1)) if occupancy else 0,
         tuple(sorted(name for name in counts if re.match(r"v_s?mfma|v_wmma|v_dot2", name))),
         sum(n for name, n in counts.items() if re.match(r"(global|buffer)_load_(dwordx4|b128)", name)),
-        {kind: n for kind, n in mix.items() if n}, busy_share(text, kernel.arch),
+        {kind: n for kind, n in mix.items() if n}, None if masked else busy_share(text, kernel.arch),
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ MATRIX = {"fma": 0, "mfma": 1, "wmma11": 2, "wmma12": 3}  # values of PF_MATRIX
 DELTA_SHARERS = 4  # work-items a row of the delta kernel
 MAX_STAGES = 2
 MAX_BLOCK = 1 << 30
-REGISTER_SHARE = 0.8  # of a lane's registers, up to which the estimate is trusted not to spill
+REGISTER_SHARE = 0.86  # of a lane's registers, up to which the estimate is trusted not to spill
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,13 @@ class Cut:
         operands = 0 if where.stationary_in_lds else rows * self.stationary_width * self.size * copies // 4 // self.wave
         scores = rows * self.streamed // self.wave * (1 if self.kernel == "forward" else 2)
         tile = self.streamed * (self.width + self.width_v) * self.size // 4 // self.threads
-        under_way = scores + tile if where.prefetch else max(scores, 16)  # without, four pieces of 16 bytes at a time
-        return self.accumulators() + operands + under_way + 40
+        moving = scores + tile if where.prefetch else max(scores, min(tile, 16))
+        return self.accumulators() + operands + moving + _PASSING[self.matrix] + (_HIDING if self.hides else 0)
+
+
+# Registers for what passes through: streamed operands being turned round, addresses. Read off compiled kernels, as REGISTER_SHARE is.
+_PASSING = {"mfma": 40, "wmma12": 40, "wmma11": 72, "fma": 56}
+_HIDING = 24  # elements of a mask and a bias, and their addresses
 
 
 def matrix_of(arch: str, dtype: torch.dtype) -> str:

@@ -131,13 +131,20 @@ PF_DEVICE float bias_at(const unsigned char* bias, int64 index) {
     else return widen<Bias>(reinterpret_cast<const uint16*>(bias)[index]);
 }
 
-// Position alone: the only statement of causal and window. Distances fit in 32 bits; reaches beyond them are unbounded.
-PF_DEVICE bool visible(const Call& call, const Sequence& s, int query, int key) {
-    const int64 distance = static_cast<int64>(query) + s.diagonal - key;
-    bool ok = key < s.rows_k;
-    if constexpr (HAS_RIGHT) ok = ok && distance >= -static_cast<int64>(call.window_right);
-    if constexpr (HAS_LEFT) ok = ok && distance <= call.window_left;
-    return ok;
+// Position alone: the only statement of causal and window. The streamed positions that `stays` sees are those in [lo, hi]; reaches
+// may be as large as an int, so that sums are in 64 bits.
+struct Bounds {
+    int lo, hi;
+};
+
+template <bool KEYS_STREAM>
+PF_DEVICE Bounds bounds_of(const Call& call, const Sequence& s, int stays) {
+    const int last = (KEYS_STREAM ? s.rows_k : s.rows_q) - 1;
+    const int64 middle = static_cast<int64>(stays) + (KEYS_STREAM ? s.diagonal : -s.diagonal);
+    int64 lo = 0, hi = stays < (KEYS_STREAM ? s.rows_q : s.rows_k) ? last : -1;
+    if constexpr (KEYS_STREAM ? HAS_LEFT : HAS_RIGHT) lo = most(lo, middle - (KEYS_STREAM ? call.window_left : call.window_right));
+    if constexpr (KEYS_STREAM ? HAS_RIGHT : HAS_LEFT) hi = least(hi, middle + (KEYS_STREAM ? call.window_right : call.window_left));
+    return {static_cast<int>(least(lo, static_cast<int64>(last) + 1)), static_cast<int>(most(hi, int64(-1)))};
 }
 
 constexpr bool MAY_HIDE_NAN = HAS_BIAS || HAS_MASK;  // slots that only a bias or a mask hides are read, and may hold NaN
@@ -150,6 +157,8 @@ PF_DEVICE uint32 logits(
     float (&s)[R], float (&tanh)[TR], const Call& call, const Sequence& sequence, const Head& head, int streamed, int stays, bool edge) {
     static_assert(!MAY_HIDE_NAN || R <= 32, "one bit for each register");
     const int first = streamed + lane_row();
+    const Bounds bounds = bounds_of<KEYS_STREAM>(call, sequence, stays);
+    const int lo = bounds.lo - first, hi = bounds.hi - first;  // compared with constants
 #pragma unroll
     for (int n = 0; n < R; ++n) {
         if constexpr (HAS_SOFTCAP) {
@@ -170,27 +179,33 @@ PF_DEVICE uint32 logits(
 #pragma unroll
         for (int n = 0; n < R; ++n) {
             const int query = KEYS_STREAM ? stays : first + const_row(n), key = KEYS_STREAM ? first + const_row(n) : stays;
-            bool ok = query < sequence.rows_q && visible(call, sequence, query, key);
-            if constexpr (HAS_MASK) {  // positions past the mask's own size (a wrong max_seqlen) are hidden, not read
-                ok = ok && query < call.mask_rows && key < call.mask_columns;
-                ok = ok && head.mask[query * call.mask.row + key * call.mask.column] != 0;
+            bool ok = const_row(n) >= lo && const_row(n) <= hi;
+            // Loads without a branch, which would part the products from their operands: positions past the tensor's own size
+            // (a wrong max_seqlen) are hidden, and read its last row or column instead.
+            if constexpr (HAS_MASK) {
+                const int row = least(query, call.mask_rows - 1), column = least(key, call.mask_columns - 1);
+                const bool allowed = head.mask[row * call.mask.row + column * call.mask.column] != 0;
+                ok = ok & (query == row) & (key == column) & allowed;
             }
             if constexpr (HAS_BIAS) {
-                ok = ok && query < call.bias_rows && key < call.bias_columns;
-                const float bias = ok ? bias_at(head.bias, query * call.bias.row + key * call.bias.column) : -INFINITE;
-                ok = bias > -INFINITE || bias != bias;
+                const int row = least(query, call.bias_rows - 1), column = least(key, call.bias_columns - 1);
+                const float bias = bias_at(head.bias, row * call.bias.row + column * call.bias.column);
+                ok = ok & (query == row) & (key == column) & (bias > -INFINITE);
                 // a finite bias is never a mask: what overflows float32 is held at its ends
                 s[n] = max_of(min_of(s[n] + bias * UNIT, FLOAT32_MAX), -FLOAT32_MAX);
             }
             s[n] = ok ? s[n] : -INFINITE;
             seen |= static_cast<uint32>(ok) << n;
+            if (STATIONARY_IN_LDS && n % 2 == 1) schedule_fence();  // registers are scarce: no more loads than that at once
         }
     } else {
         if (edge) {
 #pragma unroll
             for (int n = 0; n < R; ++n) {
-                const int query = KEYS_STREAM ? stays : first + const_row(n), key = KEYS_STREAM ? first + const_row(n) : stays;
-                s[n] = visible(call, sequence, query, key) ? s[n] : -INFINITE;
+                bool ok = true;
+                if constexpr (KEYS_STREAM ? HAS_LEFT : HAS_RIGHT) ok = const_row(n) >= lo;
+                if constexpr (KEYS_STREAM || HAS_LEFT) ok = ok && const_row(n) <= hi;  // queries past the end have lse = +inf
+                s[n] = ok ? s[n] : -INFINITE;
             }
         }
     }
