@@ -24,10 +24,10 @@ def blocks(n: int, block: int) -> int:
     return -(-n // block)
 
 
-def guard(programs: int) -> int:
+def guard(programs: int, most: int = MAX_PROGRAMS) -> int:
     """The number of programs, if a launch can have as many."""
-    if programs > MAX_PROGRAMS:
-        raise ValueError(f"the call needs {programs} programs, a launch has at most {MAX_PROGRAMS}: split the batch")
+    if programs > most:
+        raise ValueError(f"the call needs {programs} programs, a launch has at most {most}: split the batch")
     return programs
 
 

@@ -245,7 +245,7 @@ _HIP: dict[str, dict[str, tuple[Tiling, ...]]] = {
         "backward_dq": (Tiling(64, 16, 4), Tiling(32, 16, 2)),
     },
     "wmma12 masked": {
-        "forward": (Tiling(64, 32, 4), Tiling(64, 16, 4)),
+        "forward": (Tiling(64, 16, 4), Tiling(32, 16, 2)),
         "backward_dkv": (Tiling(16, 64, 4), Tiling(16, 64, 4, split_dkv=True), Tiling(16, 32, 2, split_dkv=True)),
         "backward_dq": (Tiling(64, 16, 4), Tiling(32, 16, 2)),
     },
@@ -256,7 +256,7 @@ _HIP: dict[str, dict[str, tuple[Tiling, ...]]] = {
     },
     "wmma11 128": {
         "forward": (Tiling(64, 32, 4), Tiling(64, 16, 4), Tiling(32, 16, 2)),
-        "backward_dkv": (Tiling(16, 64, 4), Tiling(16, 64, 4, split_dkv=True), Tiling(16, 32, 2, split_dkv=True)),
+        "backward_dkv": (Tiling(16, 64, 4, split_dkv=True), Tiling(16, 32, 2, split_dkv=True)),
         "backward_dq": (Tiling(64, 16, 4), Tiling(32, 16, 2)),
     },
     "wmma11 256": {
@@ -265,8 +265,8 @@ _HIP: dict[str, dict[str, tuple[Tiling, ...]]] = {
         "backward_dq": (Tiling(64, 16, 4), Tiling(32, 16, 2)),
     },
     "wmma11 masked": {
-        "forward": (Tiling(64, 32, 4), Tiling(64, 16, 4)),
-        "backward_dkv": (Tiling(16, 64, 4), Tiling(16, 64, 4, split_dkv=True), Tiling(16, 32, 2, split_dkv=True)),
+        "forward": (Tiling(64, 16, 4), Tiling(32, 16, 2)),
+        "backward_dkv": (Tiling(16, 64, 4, split_dkv=True), Tiling(16, 32, 2, split_dkv=True)),
         "backward_dq": (Tiling(64, 16, 4), Tiling(32, 16, 2)),
     },
     "fma wave32 64": {  # RDNA 1 and 2: no matrix instruction, half of a wave's lanes hold the same operand
@@ -285,7 +285,7 @@ _HIP: dict[str, dict[str, tuple[Tiling, ...]]] = {
         "backward_dq": (Tiling(64, 16, 4), Tiling(32, 16, 2)),
     },
     "fma wave32 masked": {
-        "forward": (Tiling(64, 32, 4), Tiling(64, 16, 4)),
+        "forward": (Tiling(64, 16, 4), Tiling(32, 16, 2)),
         "backward_dkv": (Tiling(16, 64, 4), Tiling(16, 64, 4, split_dkv=True), Tiling(16, 32, 2, split_dkv=True)),
         "backward_dq": (Tiling(64, 16, 4), Tiling(32, 16, 2)),
     },

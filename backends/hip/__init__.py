@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from pathlib import Path
 
 import torch
 
@@ -15,7 +14,6 @@ from .. import Gradients, Inputs, Needs, Plan
 from .specialise import ARCHES, DTYPES, registers, settle, unfit  # noqa: F401  what the look-up of tilings asks
 
 NAME = "hip"
-KERNELS = Path(__file__).with_name("kernels")
 MAX_HEAD_DIM = 256
 
 
@@ -51,17 +49,10 @@ def tuned_kernels(problem: Problem) -> tuple[str, ...]:
 @functools.cache
 def space(kernel: str) -> str:
     """Hash of what a tiling of this kernel was tuned for: its source and all that it includes, without comments."""
-    return space_hash("\n".join(_code(text) for text in _included(KERNELS / f"{kernel}.hip").values()))
+    from .compiler import source
 
-
-def _included(path: Path, seen: dict[str, str] | None = None) -> dict[str, str]:
-    """Text of a source and of the headers beside it that it includes, by name; other machines' headers are not beside it."""
-    seen = {} if seen is None else seen
-    if path.name not in seen and path.is_file():
-        seen[path.name] = text = path.read_text(encoding="utf-8")
-        for name in re.findall(r'^\s*#include "([^"]+)"', text, re.MULTILINE):
-            _included(path.with_name(name), seen)
-    return seen
+    whole = source(kernel)
+    return space_hash("\n".join(_code(text) for text in (whole.text, *[text for _, text in whole.headers])))
 
 
 def _code(text: str) -> str:

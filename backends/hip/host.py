@@ -39,6 +39,7 @@ from ..shared import (
     window,
 )
 from .arguments import Call, Strides3, Strides4, pack
+from .runtime import max_programs
 from .specialise import Kernel, attention_kernel, dbias_tiling, delta_kernel
 
 _PREPARED: dict[tuple, tuple] = {}
@@ -53,7 +54,7 @@ class Prepared:
 
     def __init__(self, kernel: Kernel, programs: int, call: Call):
         self.kernel = kernel
-        self.programs = guard(programs)
+        self.programs = guard(programs, max_programs(kernel.threads))
         self.call = call
         self.packed_call = bytes(call)
         self.function = None  # what the GPU launches, once it has

@@ -136,8 +136,8 @@ class Cut:
 
 
 # Registers for what passes through: streamed operands being turned round, addresses. Read off compiled kernels, as REGISTER_SHARE is.
-_PASSING = {"mfma": 40, "wmma12": 40, "wmma11": 72, "fma": 56}
-_HIDING = 24  # elements of a mask and a bias, and their addresses
+_PASSING = {"mfma": 40, "wmma12": 56, "wmma11": 72, "fma": 72}
+_HIDING = 40  # elements of a mask and a bias, and their addresses
 
 
 def matrix_of(arch: str, dtype: torch.dtype) -> str:

@@ -151,7 +151,7 @@ PF_DEVICE void products(Accumulator (&acc)[NT][TILES], const Tile<WIDTH>& tile, 
 #pragma unroll
         for (int n = 0; n < NT; ++n) b[n] = block.operand(n, c, wave);
         add_rows(acc, tile, c, b);
-        if constexpr (STATIONARY_IN_LDS) schedule_fence();  // registers are scarce: operands only as they are needed
+        if constexpr (SCARCE) schedule_fence();
     }
 }
 

@@ -22,6 +22,9 @@ constexpr int HEAD_DIM = PF_HEAD_DIM;
 constexpr int HEAD_DIM_V = PF_HEAD_DIM_V;
 constexpr int NUM_XCDS = PF_XCDS;              // chiplets that workgroups are dealt to in turn
 constexpr bool STATIONARY_IN_LDS = PF_STATIONARY_IN_LDS;  // the block that stays: operands from LDS, or held in registers
+// Where registers are scarce the compiler is held back from starting many loads early. Plain arithmetic reads so much of a tile for each
+// step that it is so there always.
+constexpr bool SCARCE = STATIONARY_IN_LDS || PF_MATRIX == PF_MATRIX_FMA;
 constexpr bool PREFETCH = PF_PREFETCH;         // the next streamed tile is under way in registers while this one is computed with
 constexpr bool WIDE_LOADS = PF_WIDE_LOADS;     // rows of 16-bit or 32-bit elements may be read and written 16 bytes at a time
 

@@ -60,7 +60,14 @@ PF_DEVICE void add_rows(Accumulator (&acc)[NT][TILES], const Tile<WIDTH>& tile, 
                 }
                 acc[n][m].data[r] = sum;
             }
-            if (STATIONARY_IN_LDS && r % 2 == 1) schedule_fence();
+            if (SCARCE && r % 2 == 1) {
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    settle(acc[n][m].data[r - 1]);
+                    settle(acc[n][m].data[r]);
+                }
+                schedule_fence();
+            }
         }
     }
 }
@@ -96,7 +103,14 @@ PF_DEVICE void add_columns(
 #pragma unroll
                 for (int r = 0; r < ACC; ++r) acc[n][t].data[r] = fma_of(a[r], p, acc[n][t].data[r]);
             }
-            if (STATIONARY_IN_LDS && k % (IS_FLOAT32 ? 4 : 8) == 0) schedule_fence();
+            if (SCARCE && k % (IS_FLOAT32 ? 4 : 8) == 3) {
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+#pragma unroll
+                    for (int r = 0; r < ACC; ++r) settle(acc[n][t].data[r]);
+                }
+                schedule_fence();
+            }
         }
     }
 }

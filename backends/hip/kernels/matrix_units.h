@@ -122,7 +122,7 @@ PF_DEVICE void add_columns(
 #pragma unroll
             for (int n = 0; n < NT; ++n) acc[n][group * V + t] = multiply(a[t], b[n], acc[n][group * V + t]);
         }
-        if constexpr (STATIONARY_IN_LDS) schedule_fence();
+        if constexpr (SCARCE) schedule_fence();
     }
 }
 

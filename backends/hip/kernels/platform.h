@@ -10,6 +10,7 @@
 //   uniform(x)                           x, which is the same in all lanes of a wave, as a scalar
 //   barrier()                            all work-items of the workgroup arrive; what they wrote to shared memory is seen
 //   schedule_fence()                     the compiler moves no instruction across: a bound on how many loads it starts early
+//   settle(x)                            x is computed before the next schedule_fence (which holds back loads, not arithmetic)
 //   lane_xor<MASK>(x)                    x (uint32) of lane own ^ MASK; all lanes of the wave take part
 //   any_lane(x)                          whether x holds in some lane of the wave; the same
 //   exp2_of(x), log2_of(x)               the hardware's instructions

@@ -28,6 +28,8 @@ PF_DEVICE void schedule_fence() {
 #endif
 }
 
+PF_DEVICE void settle(float& x) { asm volatile("" : "+v"(x)); }
+
 PF_DEVICE float as_float(uint32 x) { return __builtin_bit_cast(float, x); }
 PF_DEVICE uint32 as_uint(float x) { return __builtin_bit_cast(uint32, x); }
 

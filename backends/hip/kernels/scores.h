@@ -196,7 +196,7 @@ PF_DEVICE uint32 logits(
             }
             s[n] = ok ? s[n] : -INFINITE;
             seen |= static_cast<uint32>(ok) << n;
-            if (STATIONARY_IN_LDS && n % 2 == 1) schedule_fence();  // registers are scarce: no more loads than that at once
+            if (SCARCE && n % 2 == 1) schedule_fence();
         }
     } else {
         if (edge) {

@@ -29,6 +29,7 @@ PF_DEVICE void barrier() {
 #endif
 }
 PF_DEVICE void schedule_fence() {}
+PF_DEVICE void settle(float&) {}
 
 PF_DEVICE float as_float(uint32 x) { return __uint_as_float(x); }
 PF_DEVICE uint32 as_uint(float x) { return __float_as_uint(x); }
