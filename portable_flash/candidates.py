@@ -295,29 +295,29 @@ _HIP: dict[str, dict[str, tuple[Tiling, ...]]] = {
         "backward_dq": (Tiling(64, 16, 4), Tiling(32, 16, 2)),
     },
     "fma wave64 64": {  # gfx906: a quarter of a wave's lanes, 256 registers
-        "forward": (Tiling(128, 64, 4), Tiling(64, 64, 4), Tiling(64, 32, 4)),
-        "backward_dkv": (Tiling(64, 64, 4), Tiling(32, 64, 4)),
-        "backward_dq": (Tiling(64, 64, 4), Tiling(64, 32, 4)),
-    },
-    "fma wave64 128": {
-        "forward": (Tiling(64, 64, 4), Tiling(64, 32, 4)),
+        "forward": (Tiling(64, 32, 4), Tiling(64, 16, 4)),
         "backward_dkv": (Tiling(32, 64, 4), Tiling(16, 64, 4)),
         "backward_dq": (Tiling(64, 32, 4), Tiling(64, 16, 4)),
     },
-    "fma wave64 256": {
+    "fma wave64 128": {
         "forward": (Tiling(64, 32, 4), Tiling(64, 16, 4)),
+        "backward_dkv": (Tiling(16, 64, 4), Tiling(16, 64, 4, split_dkv=True)),
+        "backward_dq": (Tiling(64, 32, 4), Tiling(64, 16, 4)),
+    },
+    "fma wave64 256": {
+        "forward": (Tiling(64, 16, 4), Tiling(32, 16, 2)),
         "backward_dkv": (Tiling(16, 32, 2), Tiling(16, 32, 2, split_dkv=True)),
-        "backward_dq": (Tiling(32, 32, 2), Tiling(32, 16, 2)),
+        "backward_dq": (Tiling(32, 16, 2),),
     },
     "fma wave64 masked": {
-        "forward": (Tiling(64, 32, 4), Tiling(64, 16, 4)),
-        "backward_dkv": (Tiling(32, 64, 4), Tiling(16, 64, 4), Tiling(16, 32, 2)),
-        "backward_dq": (Tiling(64, 32, 4), Tiling(64, 16, 4), Tiling(32, 16, 2)),
+        "forward": (Tiling(64, 16, 4), Tiling(32, 16, 2)),
+        "backward_dkv": (Tiling(16, 64, 4), Tiling(16, 64, 4, split_dkv=True), Tiling(16, 32, 2, split_dkv=True)),
+        "backward_dq": (Tiling(64, 16, 4), Tiling(32, 16, 2)),
     },
     "fma wave64 float32": {
-        "forward": (Tiling(64, 32, 4), Tiling(64, 16, 4), Tiling(32, 16, 2)),
-        "backward_dkv": (Tiling(32, 64, 4), Tiling(16, 64, 4), Tiling(16, 32, 2)),
-        "backward_dq": (Tiling(64, 32, 4), Tiling(64, 16, 4), Tiling(32, 16, 2)),
+        "forward": (Tiling(64, 16, 4), Tiling(32, 16, 2)),
+        "backward_dkv": (Tiling(16, 64, 4), Tiling(16, 32, 2), Tiling(16, 32, 2, split_dkv=True)),
+        "backward_dq": (Tiling(64, 16, 4), Tiling(32, 16, 2)),
     },
 }
 _HIP_ROOM = 0.86  # of all registers: the backend's estimate counts operands and addresses too

@@ -132,11 +132,11 @@ class Cut:
         scores = rows * self.streamed // self.wave * (1 if self.kernel == "forward" else 2)
         tile = self.streamed * (self.width + self.width_v) * self.size // 4 // self.threads
         moving = scores + tile if where.prefetch else max(scores, min(tile, 16))
-        return self.accumulators() + operands + moving + _PASSING[self.matrix] + (_HIDING if self.hides else 0)
+        return self.accumulators() + operands + moving + _PASSING[self.matrix, self.wave] + (_HIDING if self.hides else 0)
 
 
 # Registers for what passes through: streamed operands being turned round, addresses. Read off compiled kernels, as REGISTER_SHARE is.
-_PASSING = {"mfma": 40, "wmma12": 56, "wmma11": 72, "fma": 72}
+_PASSING = {("mfma", 64): 40, ("wmma12", 32): 56, ("wmma11", 32): 72, ("fma", 32): 72, ("fma", 64): 80}  # by layer and wave
 _HIDING = 40  # elements of a mask and a bias, and their addresses
 
 
@@ -177,7 +177,7 @@ def placement(cut: Cut, device: Device) -> Placement:
     """
     if cut.kernel == "backward_dbias":
         return Placement(stationary_in_lds=True, prefetch=False)
-    choices = [Placement(in_lds, prefetch) for prefetch in (True, False) for in_lds in (False, True)]
+    choices = [Placement(False, True), Placement(True, True), Placement(True, False), Placement(False, False)]
     choices = [p for p in choices if cut.lds_bytes(p) <= device.shared_memory_bytes] or [Placement(False, False)]
     limit = REGISTER_SHARE * device.registers_per_thread
     return next((p for p in choices if cut.registers(p) <= limit), None) or min(choices, key=cut.registers)

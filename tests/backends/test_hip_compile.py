@@ -12,18 +12,10 @@ from dataclasses import asdict
 
 import hip_resources
 import pytest
-from hip_resources import GPUS, PROBLEMS, gpu
+from hip_resources import COVERED, PROBLEMS, gpu
 from tools import require
 
 from portable_flash.backends.hip.specialise import ARCHES
-
-FEW = ("bf16 128 causal", "bf16 64 everything", "fp32 64 causal")  # enough for an arch whose code is nearly that of another
-LIKE_ANOTHER = ("gfx908", "gfx90a", "gfx950", "gfx1151", "gfx1200")
-ONCE = ("fp16 128", "bf16 256 causal")  # differ little from others: on CDNA 3 only
-COVERED = [
-    (arch, name) for arch in GPUS for name in PROBLEMS
-    if (name in FEW if arch in LIKE_ANOTHER else name not in ONCE or arch == "gfx942")
-]  # fmt: skip
 
 # Scalar registers (predicates, addresses) that a kernel may keep in lanes of a vector register, which costs no memory traffic. The
 # bias gradient keeps a predicate, which is a pair of them on CDNA, for each score of a lane.
