@@ -69,7 +69,6 @@ PF_KERNEL(THREADS) void forward(PF_ARGUMENTS) {
         const bool edge = n_start < blocks.inner || n_start >= blocks.inner_end;
         float s[NT][R], unused[1];
         uint32 seen = 0;
-        bool grew = false;
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
             const int row = m_start + (wave * NT + n) * SIDE + lane_column();
@@ -90,7 +89,7 @@ PF_KERNEL(THREADS) void forward(PF_ARGUMENTS) {
                 sum += s[n][i];
             }
             l[n] = l[n] * alpha + sum;
-            grew = m_new > m[n];
+            const bool grew = m_new > m[n];
             m[n] = m_new;
             if (any_lane(grew)) {  // otherwise alpha is 1 in every lane
 #pragma unroll

@@ -71,7 +71,8 @@ PF_DEVICE uint32 pack2_fast(float low, float high) {
 
 // ------------------------------------------------------------------ tiles in LDS
 // ROWS of WIDTH elements, in pieces of 16 bytes. Rows are multiples of 64 bytes, so that unmoved pieces of one column would
-// share banks: piece q of row r lies at q ^ twist(r), which spreads eight rows over all 32 banks without padding.
+// share banks: piece q of row r lies at q ^ twist(r), which spreads eight rows over all 32 banks without padding. (What is left:
+// rows of an odd multiple of 64 bytes, head dims like 96, are read by columns two lanes a bank.)
 template <int WIDTH>
 struct Tile {
     static constexpr int STRIDE = WIDTH * Element::bytes;  // bytes
