@@ -64,7 +64,7 @@ GPUS = {
 
 FEW = ("bf16 128 causal", "bf16 64 everything", "fp32 64 causal")  # enough for an arch whose code is nearly that of another
 LIKE_ANOTHER = ("gfx908", "gfx90a", "gfx950", "gfx1151", "gfx1200")
-ONCE = ("fp16 128", "bf16 256 causal")  # differ little from others: on CDNA 3 only
+ONCE = ("fp16 128", "bf16 256 causal", "bf16 128 causal packed", "fp32 128")  # differ little from others: on CDNA 3 only
 COVERED = [
     (arch, name) for arch in GPUS for name in PROBLEMS
     if (name in FEW if arch in LIKE_ANOTHER else name not in ONCE or arch == "gfx942")

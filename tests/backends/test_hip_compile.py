@@ -17,16 +17,17 @@ from tools import require
 
 from portable_flash.backends.hip.specialise import ARCHES
 
-# Scalar registers (predicates, addresses) that a kernel may keep in lanes of a vector register, which costs no memory traffic. The
-# bias gradient keeps a predicate, which is a pair of them on CDNA, for each score of a lane.
+# Scalar registers (predicates, addresses) that a kernel may keep in lanes of a vector register, which costs no memory traffic. With
+# everything on (a mask, a bias, a window), most with waves of 64, whose predicates are pairs of them; the bias gradient keeps one for
+# each score of a lane.
 SCALARS_IN_LANES = {"backward_dbias": 128}
-FEW_SCALARS = 32
+FEW_SCALARS = 48
 
 MATRIX = {  # by arch, or by the layer that multiplies; None: arithmetic only
     ("gfx908", "bf16"): r"v_mfma_f32_16x16x8_?bf16",
     ("gfx950", "bf16"): r"v_mfma_f32_16x16x32_bf16",
     ("gfx950", "fp16"): r"v_mfma_f32_16x16x32_f16",
-    ("mfma", "bf16"): r"v_mfma_f32_16x16x16_?bf16",
+    ("mfma", "bf16"): r"v_mfma_f32_16x16x16_?bf16(_1k)?",
     ("mfma", "fp16"): r"v_mfma_f32_16x16x16_?f16",
     ("mfma", "fp32"): r"v_mfma_f32_16x16x4_?f32",
     ("wmma11", "bf16"): r"v_wmma_f32_16x16x16_bf16",
