@@ -1,10 +1,10 @@
 // What the kernels need from a machine: identity, barriers, exchange between lanes, a few functions of the hardware.
 //
-// Three machines: AMD GPUs (compiled by clang or hiprtc, without any HIP header), NVIDIA GPUs (nvcc, to run this source on
+// Three machines: AMD GPUs (compiled by clang or hiprtc, without any HIP header), NVIDIA GPUs (NVRTC, to run this source on
 // real hardware) and the host (the tests' SIMT harness). Each header defines the same names:
 //
 //   PF_DEVICE                            marks a device function
-//   PF_KERNEL(threads, waves_per_eu)     marks a kernel; waves_per_eu 0 leaves occupancy to the compiler
+//   PF_KERNEL(threads)                   marks a kernel; PF_WAVES_PER_EU 0 leaves occupancy to the compiler
 //   PF_SHARED(bytes)                     declares `unsigned char* const shared_memory`, the workgroup's LDS, 16-byte aligned
 //   thread_index(), program_index()      of the work-item in its workgroup, of the workgroup in its launch
 //   uniform(x)                           x, which is the same in all lanes of a wave, as a scalar
@@ -60,7 +60,7 @@ struct Float32 {
     static constexpr int bytes = 4;
 };
 
-// A host compiler that knows PF_HOST brings platform_host.h of the tests, nvcc platform_cuda.h of the tests.
+// A host compiler that knows PF_HOST brings platform_host.h of the tests, NVRTC platform_cuda.h of the tests.
 #if defined(PF_HOST)
 #include "platform_host.h"
 #elif defined(__CUDACC__)
