@@ -198,7 +198,8 @@ def main() -> None:
                 spilled = f"{row['spilled']} bytes of scratch, {row['scalar_spills']} scalar"
                 print(f"{row['arch']} {row['problem']}: {row['launch']}: {row['registers']} registers, {spilled}{busy}", flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "hip_resources.json").write_text(json.dumps(rows, indent=1) + "\n")
+    lines = ",\n".join(f" {json.dumps(row)}" for row in rows)  # one a kernel, to read in a diff
+    (arguments.out / "hip_resources.json").write_text(f"[\n{lines}\n]\n")
     (arguments.out / "hip_resources.md").write_text(table(rows))
     sys.exit(any(row["spilled"] for row in rows))
 
