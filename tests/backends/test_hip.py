@@ -422,8 +422,10 @@ def test_results_have_the_shapes_and_types_of_the_call():
 
 def test_gradients_that_are_not_asked_for_are_none():
     call = Case(dtype=torch.float16, head_dim=32).draw()
-    grads = run(call, Needs(key=False, value=False))[2]
-    assert isinstance(grads, Gradients) and (grads.key, grads.value, grads.bias, grads.sinks) == (None,) * 4 and grads.query is not None
+    _, _, grads, seen = run(call, Needs(key=False, value=False))
+    assert isinstance(grads, Gradients) and (grads.key, grads.value, grads.bias, grads.sinks) == (None,) * 4
+    assert grads.query.shape == call.query.shape
+    assert [launch.kernel.name for launch in seen] == ["forward", "backward_delta", "backward_dq"]  # and none was computed
 
 
 def test_packed_rows_outside_all_sequences():
