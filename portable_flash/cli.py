@@ -11,6 +11,7 @@ from collections.abc import Sequence
 # Subcommands with a parser of their own: name -> (module:function(argv) -> exit code, one line of help)
 TOOLS = {
     "bench": ("portable_flash.bench:main", "measure attention here and compare it with its peers"),
+    "tune": ("portable_flash.tune:main", "find the fastest tilings for a GPU and keep them in the tuning database"),
     "build": ("portable_flash.backends.hip.commands:build_main", "compile HIP kernels ahead of time, for machines without a compiler"),
     "cache": ("portable_flash.backends.hip.commands:cache_main", "list or clear the HIP kernels that were compiled here"),
 }

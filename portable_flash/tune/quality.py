@@ -1,0 +1,86 @@
+"""How good the search is: on a few keys, against an exhaustive search of the same space and against the default."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Iterable
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+from ..device import Device
+from .compiling import Job
+from .journal import Journal
+from .keys import Key, parse_key
+from .search import Recorded, Settings, search
+from .session import Node, Session
+from .space import space
+
+KEYS = (
+    "triton/forward/bf16/d64/full/s512", "triton/forward/bf16/d128/causal/s4096", "triton/backward_dkv/bf16/d128/full/s2048",
+    "triton/backward_dkv/fp16/d64/causal/s8192", "triton/backward_dq/bf16/d192/causal/s1024", "triton/backward_dq/fp16/d128/full/s16384",
+)  # fmt: skip
+WITHIN = 1.03
+GPU_SHARE = 0.25
+
+
+def keys_of(backend: str) -> list[Key]:
+    return [parse_key(text.replace("triton/", f"{backend}/", 1)) for text in KEYS]
+
+
+def compare(keys: Iterable[Key], device: Device, node: Node, settings: Settings, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+    """A row for each key. Everything is compiled before anything is measured, so that GPU time is that of measuring alone.
+
+    slower_than_best is the median of the search's choice over the best's, both of the exhaustive search's final rounds.
+    """
+    rows = []
+    plan = Session(device, [], Journal(None, {}), settings=settings)
+    whole = Session(device, [], Journal(None, {}), settings=settings, exhaustive=True)
+    waiting = []
+    for key in keys:
+        few, every = plan.candidates([key])[key], whole.candidates([key])[key]
+        every = tuple(dict.fromkeys((*every, *few)))  # what the database knew may lie outside of the space
+        jobs = [Job(key.backend, key.kernel, key.problem(), t, device) for t in every]
+        waiting.append((key, few, every, node.compile([*jobs, *plan._support([key])])))
+    for key, few, every, futures in waiting:
+        wait(futures)
+        failed = {t for t, f in zip(every, futures, strict=False) if not f.result().ok}
+        few, every = ([t for t in some if t not in failed] for some in (few, every))
+        node.worker.call("forget", timeout_s=60)
+        quick = search(key, few, Recorded(node.worker, Journal(None, {}), settings), settings)
+        node.worker.call("forget", timeout_s=60)
+        slow = search(key, every, Recorded(node.worker, Journal(None, {}), settings), settings, exhaustive=True)
+        rows.append(_row(key, quick, slow, len(space(key, device)), len(failed)))
+        tell(json.dumps(rows[-1]))
+    return rows
+
+
+def _row(key: Key, quick: Any, slow: Any, size: int, failed: int) -> dict[str, Any]:
+    times = {t.tiling: t.median_us for t in slow.ranking}
+    fastest = min(times, key=times.get)
+    chosen, default = quick.best.tiling, slow.default
+    return {
+        "key": str(key), "space": size, "not_compiled": failed, "tried_by_search": quick.tried, "tried_exhaustively": slow.tried,
+        "chosen": chosen.as_dict(), "chosen_us": times[chosen], "best": fastest.as_dict(), "best_us": times[fastest],
+        "slower_than_best": round(times[chosen] / times[fastest], 4), "default_us": default.median_us if default else None,
+        "speedup_over_default": round(default.median_us / times[chosen], 4) if default else None,
+        "search_gpu_s": round(quick.gpu_s, 3), "exhaustive_gpu_s": round(slow.gpu_s, 3),
+        "gpu_share": round(quick.gpu_s / slow.gpu_s, 4) if slow.gpu_s else None,
+        "rejected": [{"use": r.tiling.as_dict(), "kind": r.kind, "reason": r.reason} for r in slow.rejected],
+    }  # fmt: skip
+
+
+def write(path: Path, rows: list[dict[str, Any]], argv: list[str], identity: dict[str, Any]) -> bool:
+    """The table with the command that made it; returns whether every row is within the bounds stated here."""
+    speedups = [row["speedup_over_default"] for row in rows if row["speedup_over_default"]]
+    passed = all(row["slower_than_best"] <= WITHIN and row["gpu_share"] <= GPU_SHARE for row in rows)
+    mean = math.exp(sum(map(math.log, speedups)) / len(speedups)) if speedups else None
+    table = {
+        "command": shlex.join(["portable-flash", "tune", *argv]), **identity, "within": WITHIN, "gpu_share_at_most": GPU_SHARE,
+        "passed": passed, "speedup_over_default_mean": round(mean, 4) if mean else None, "rows": rows,
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table, indent=1) + "\n")
+    return passed

@@ -1,0 +1,356 @@
+"""A whole run: keys in, entries of the database out. Compiling, measuring and probing overlap; every worker has a thread here.
+
+Groups of keys that share compiled code move through three stages: compile the candidates, search every key, then compile and
+probe the winners at an odd shape. A group that another dtype of the same size went before starts from what that one found.
+"""
+
+from __future__ import annotations
+
+import collections
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from ..database import Blocked, Entry
+from ..device import Device
+from ..tiling import Tiling
+from .compiling import Compiled, Job
+from .journal import Journal
+from .keys import DEFAULT_BUCKETS, DTYPES, Key
+from .search import Asked, Found, Recorded, Rejected, Settings, Stopped, Timed, probed, search
+from .space import SHORTLIST, allows, default, known_tilings, shortlist, space
+from .writer import Update, tiling_entry
+
+LOOKAHEAD = 4  # groups that are compiled before they are measured, a worker
+PRIOR = 4  # tilings that a group takes from its peer of another dtype, beside each default
+SAVE_EVERY_S = 20.0
+BLOCKING = ("wrong", "fault", "hang")  # what is worth a line in `blocked`
+
+
+class Node(Protocol):
+    """A GPU and the processes that compile for it, on this machine or another."""
+
+    name: str
+    worker: Asked
+
+    def compile(self, jobs: list[Job]) -> list[Future[Compiled]]:
+        """Start to compile; never raises for what a compiler says."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is known of a finished key."""
+
+    key: Key
+    found: Found
+    chosen: Timed | None
+
+    @property
+    def speedup(self) -> float | None:
+        """The default's median over the chosen tiling's."""
+        default = self.found.default
+        return default.median_us / self.chosen.median_us if self.chosen and default else None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a display shows. kind: "compiled", "search", "key", "rejected", "saved", "note"."""
+
+    kind: str
+    text: str = ""
+    key: Key | None = None
+    outcome: Outcome | None = None
+    node: str = ""
+
+
+@dataclass
+class Report:
+    """What a run did. Seconds of wall time; gpu_s: of requests to the measuring processes, all together."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    left: list[Key] = field(default_factory=list)
+    gpu_s: float = 0.0
+    wall_s: float = 0.0
+    stopped: str = ""  # why the run ended early
+
+
+@dataclass
+class _Group:
+    keys: list[Key]
+    candidates: dict[Key, tuple[Tiling, ...]]
+    futures: dict[Tiling, Future[Compiled]]
+    support: list[Future[Compiled]] = field(default_factory=list)  # forward kernels that a backward measurement calls first
+    found: list[Found] = field(default_factory=list)
+    probes: list[Future[Compiled]] = field(default_factory=list)
+
+
+class Session:
+    """Runs keys on nodes. save(outcomes) is called with all finished keys from time to time and at the end."""
+
+    def __init__(
+        self, device: Device, nodes: list[Node], journal: Journal, *, settings: Settings | None = None, budget_s: float | None = None,
+        save: Callable[[list[Outcome]], None] = lambda outcomes: None, tell: Callable[[Event], None] = lambda event: None,
+        count: int = SHORTLIST, exhaustive: bool = False, blocked: Mapping[tuple[str, str], tuple[Blocked, ...]] | None = None,
+    ):  # fmt: skip
+        self.device, self.nodes, self.journal, self.settings = device, nodes, journal, settings or Settings()
+        self.save, self.tell, self.count, self.exhaustive, self.blocked = save, tell, count, exhaustive, blocked or {}
+        self.deadline = None if budget_s is None else time.monotonic() + budget_s
+        self.report = Report()
+        self._lock = threading.Lock()
+        self._interrupted = threading.Event()
+        self._waiting: collections.deque[list[Key]] = collections.deque()
+        self._under_way: set[tuple] = set()  # groups that a node has taken and not finished
+        self._finished: dict[Key, Outcome] = {}
+        self._saved_at = time.monotonic()
+        self._failure: BaseException | None = None
+
+    # -------------------------------------------------------------- the run
+    def run(self, keys: Iterable[Key]) -> Report:
+        """Measure all keys, or as many as the budget allows; returns what was done. Ctrl-C stops cleanly."""
+        start, keys = time.monotonic(), list(keys)
+        groups: dict[tuple, list[Key]] = {}
+        for key in keys:
+            groups.setdefault(key.group, []).append(key)
+        self._waiting.extend(groups.values())
+        threads = [threading.Thread(target=self._drive, args=(node,), daemon=True) for node in self.nodes]
+        with self._interruptible():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.2)
+        if self._failure is not None:
+            self._save()
+            raise self._failure
+        self._save()
+        done = self._finished
+        self.report.outcomes = [done[key] for key in keys if key in done]
+        self.report.left = [key for key in keys if key not in done]
+        self.report.wall_s = time.monotonic() - start
+        if self.report.left:
+            self.report.stopped = "interrupted" if self._interrupted.is_set() else "the budget is spent"
+        return self.report
+
+    def stopped(self) -> bool:
+        return self._interrupted.is_set() or (self.deadline is not None and time.monotonic() >= self.deadline)
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """The first Ctrl-C (or SIGTERM) ends the run after the measurement under way; the second is Python's own."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def stop(number, frame):
+            self._interrupted.set()
+            signal.signal(number, old[number])
+
+        for number in old:
+            signal.signal(number, stop)
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    def _drive(self, node: Node) -> None:
+        try:
+            self._drive_groups(node)
+        except Stopped:
+            pass
+        except BaseException as error:  # reported by run(), which is in another thread
+            self._failure = error
+            self._interrupted.set()
+
+    def _drive_groups(self, node: Node) -> None:
+        compiling: collections.deque[_Group] = collections.deque()
+        probing: collections.deque[_Group] = collections.deque()
+        ask = Recorded(node.worker, self.journal, self.settings, self.stopped)
+        try:
+            while not self.stopped():
+                while len(compiling) < LOOKAHEAD and (keys := self._take(busy=bool(compiling or probing))):
+                    compiling.append(self._submit(node, keys))
+                if not compiling and not probing:
+                    return
+                if probing and all(f.done() for f in probing[0].probes):
+                    self._finish(node, probing.popleft(), ask)
+                elif compiling and all(f.done() for f in (*compiling[0].futures.values(), *compiling[0].support)):
+                    group = compiling.popleft()
+                    self._measure(node, group, ask)
+                    self._submit_probes(node, group)
+                    probing.append(group)
+                else:
+                    futures = list(probing[0].probes) if probing else []
+                    futures += [*compiling[0].futures.values(), *compiling[0].support] if compiling else []
+                    wait([f for f in futures if not f.done()], timeout=0.5, return_when=FIRST_COMPLETED)
+        finally:
+            ask.stop = lambda: False
+            for group in probing:  # measured already: what a probe needs is little
+                if self._failure is None and all(f.done() for f in group.probes):
+                    self._finish(node, group, ask)
+            with self._lock:
+                self.report.gpu_s += ask.gpu_s
+            for group in compiling:
+                for future in (*group.futures.values(), *group.support):
+                    future.cancel()
+
+    def _take(self, busy: bool) -> list[Key] | None:
+        """The next group; for a node that is busy not one whose peer of another dtype is being measured, whose results it wants."""
+        with self._lock:
+            if not self._waiting or (busy and any(peer in self._under_way for peer in _peers(self._waiting[0][0]))):
+                return None
+            self._under_way.add(self._waiting[0][0].group)
+            return self._waiting.popleft()
+
+    # -------------------------------------------------------------- stages
+    def candidates(self, keys: list[Key]) -> dict[Key, tuple[Tiling, ...]]:
+        """By key, the default first. One choice for all buckets, so that they share compiled code."""
+        blocked = self.blocked.get((keys[0].backend, keys[0].kernel), ())
+        if self.exhaustive:
+            return {k: tuple(dict.fromkeys((*shortlist(k, self.device, 1, (), blocked), *space(k, self.device)))) for k in keys}
+        middle = min(keys, key=lambda k: abs(k.seqlen - 4096))
+        prior = self._prior(keys)
+        count = min(self.count, PRIOR + 1) if prior else self.count
+        known = [t for k in keys for t in known_tilings(k, self.device)]
+        shared = shortlist(middle, self.device, count, (*prior, *known), blocked)
+        own = {k: (*shortlist(k, self.device, 1, (), blocked), *(t for t in shared if allows(k, t, self.device))) for k in keys}
+        return {k: tuple(dict.fromkeys(tilings)) for k, tilings in own.items()}
+
+    def _prior(self, keys: list[Key]) -> list[Tiling]:
+        """What the same keys of another dtype of this size ended with, the most frequent winners first."""
+        names = [peer[2] for peer in _peers(keys[0])]
+        with self._lock:
+            outcomes = [self._finished.get(replace(k, dtype=name)) for k in keys for name in names]
+        votes: collections.Counter[Tiling] = collections.Counter()
+        for outcome in outcomes:
+            for place, timed in enumerate(outcome.found.ranking[:2] if outcome else ()):
+                votes[timed.tiling] += 4 - 3 * place
+        return [tiling for tiling, _ in votes.most_common(PRIOR)]
+
+    def _submit(self, node: Node, keys: list[Key]) -> _Group:
+        candidates = self.candidates(keys)
+        needed = {t: k for k in reversed(keys) for t in candidates[k] if self.journal.get("check", k, t) is None}
+        jobs = [Job(k.backend, k.kernel, k.problem(), t, self.device) for t, k in needed.items()]
+        support = node.compile(self._support(keys)) if needed else []
+        return _Group(keys, candidates, dict(zip(needed, node.compile(jobs), strict=True)), support)
+
+    def _support(self, keys: list[Key]) -> list[Job]:
+        """The default forward kernels whose results the backward kernels of these keys start from."""
+        if keys[0].kernel == "forward":
+            return []
+        forward = [replace(k, kernel="forward") for k in keys]
+        ordinary = {default(k, self.device): Job(k.backend, "forward", k.problem(), default(k, self.device), self.device) for k in forward}
+        short = replace(forward[0], seqlen=min(DEFAULT_BUCKETS))
+        odd = Job(short.backend, "forward", short.probe(), default(short, self.device), self.device, "bshd")
+        return [*ordinary.values(), odd]
+
+    def _measure(self, node: Node, group: _Group, ask: Recorded) -> None:
+        compiled = {t: f.result() for t, f in group.futures.items()}
+        failed = {t: c.reason for t, c in compiled.items() if not c.ok}
+        if compiled and len(failed) == len(compiled):
+            why = next(iter(failed.values()))
+            self.tell(Event("note", f"none of {len(compiled)} candidates compiled ahead: {why}; the worker tries"))
+            failed = {}
+        for key in group.keys:
+            self.tell(Event("search", f"{len(group.candidates[key])} candidates", key, node=node.name))
+            right = [t for t in group.candidates[key] if t not in failed]
+            if not right:
+                self.tell(Event("note", "no candidate compiles", key))
+                continue
+            found = search(key, right, ask, self.settings, self.exhaustive)
+            found.rejected += [Rejected(t, "error", failed[t]) for t in group.candidates[key] if t in failed]
+            for one in found.rejected:
+                self.tell(Event("rejected", f"{one.tiling}: {one.kind}: {one.reason}", key, node=node.name))
+            group.found.append(found)
+
+    def _submit_probes(self, node: Node, group: _Group) -> None:
+        needed = {found.best.tiling: found.key for found in group.found if found.best}
+        unknown = {t: k for t, k in needed.items() if self.journal.get("probe", k, t) is None}
+        group.probes = node.compile([Job(k.backend, k.kernel, k.probe(), t, self.device, "bshd") for t, k in unknown.items()])
+
+    def _finish(self, node: Node, group: _Group, ask: Recorded) -> None:
+        judged: dict[Tiling, Key] = {}
+        for found in group.found:
+            for timed in found.ranking:  # the odd shape is the same for all buckets: one probe a tiling
+                if (other := judged.get(timed.tiling)) and self.journal.get("probe", found.key, timed.tiling) is None:
+                    self.journal.put("probe", found.key, self.journal.get("probe", other, timed.tiling), timed.tiling)
+            before = len(found.rejected)
+            chosen = probed(found, ask)
+            judged |= {t: found.key for t in (chosen.tiling if chosen else None, *(r.tiling for r in found.rejected[before:])) if t}
+            for one in found.rejected[before:]:
+                self.tell(Event("rejected", f"{one.tiling}: {one.kind}: {one.reason}", found.key, node=node.name))
+            outcome = Outcome(found.key, found, chosen)
+            with self._lock:
+                self._finished[found.key] = outcome
+            self.tell(Event("key", key=found.key, outcome=outcome, node=node.name))
+        with self._lock:
+            self._under_way.discard(group.keys[0].group)
+        if time.monotonic() - self._saved_at > SAVE_EVERY_S:
+            self._save()
+
+    def _save(self) -> None:
+        with self._lock:
+            self._saved_at = time.monotonic()
+            outcomes = list(self._finished.values())
+        if outcomes:
+            self.save(outcomes)
+            self.tell(Event("saved", f"{len(outcomes)} keys"))
+
+
+def _peers(key: Key) -> list[tuple]:
+    """Groups that differ from this key's in nothing but a dtype of the same size."""
+    size = DTYPES[key.dtype].itemsize
+    return [replace(key, dtype=name).group for name, dtype in DTYPES.items() if dtype.itemsize == size and name != key.dtype]
+
+
+# ------------------------------------------------------------------ results as entries
+def entry_of(outcome: Outcome) -> Entry | None:
+    """The database entry of a finished key; None where no candidate was right."""
+    chosen, found = outcome.chosen, outcome.found
+    if chosen is None:
+        return None
+    p, check = outcome.key.problem(), found.checks.get(chosen.tiling)
+    shape = f"B{p.batch} H{p.heads_q} S{p.seqlen_q} D{p.head_dim} {'causal' if p.causal else 'full'} {p.dtype_name}"
+    return tiling_entry(
+        outcome.key.when(), chosen.tiling, source="measured", problem=shape, median_us=chosen.median_us, p20_us=chosen.p20_us,
+        p80_us=chosen.p80_us, default_us=found.default.median_us if found.default else None,
+        error_ratio=None if check is None or check.error_ratio is None else float(f"{check.error_ratio:.3g}"),
+        repeatable=check.repeatable if check else None,
+    )  # fmt: skip
+
+
+def blocked_of(outcomes: Iterable[Outcome]) -> dict[tuple[str, str], tuple[Blocked, ...]]:
+    """By backend and kernel, the tilings that were wrong, faulted or hung, each with its reason."""
+    found: dict[tuple[str, str], dict[Tiling, Blocked]] = {}
+    for outcome in outcomes:
+        for one in outcome.found.rejected:
+            if one.kind in BLOCKING:
+                reason = f"{one.kind} at {outcome.key}: {one.reason[:200]}"
+                of_kernel = found.setdefault((outcome.key.backend, outcome.key.kernel), {})
+                of_kernel.setdefault(one.tiling, Blocked(_named(one.tiling), reason))
+    return {name: tuple(blocked.values()) for name, blocked in found.items()}
+
+
+def _named(tiling: Tiling) -> dict[str, Any]:
+    """All fields of a tiling, so that its neighbours are not blocked with it, but those hints that have no value."""
+    return {name: getattr(tiling, name) for name in tiling.__slots__ if getattr(tiling, name) is not None}
+
+
+def updates_of(outcomes: Iterable[Outcome], spaces: Mapping[tuple[str, str], str], block: bool) -> list[Update]:
+    """What the outcomes add to the database, by backend and kernel in a fixed order."""
+    outcomes = list(outcomes)
+    blocked = blocked_of(outcomes) if block else {}
+    updates = []
+    for backend, kernel in sorted({(o.key.backend, o.key.kernel) for o in outcomes}):
+        own = sorted((o for o in outcomes if (o.key.backend, o.key.kernel) == (backend, kernel)), key=lambda o: o.key)
+        entries = tuple(e for o in own if (e := entry_of(o)) is not None)
+        updates.append(Update(backend, kernel, spaces[backend, kernel], entries, blocked.get((backend, kernel), ())))
+    return updates

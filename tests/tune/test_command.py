@@ -1,0 +1,148 @@
+"""The command line on a machine without a GPU, and the offline way."""
+
+import json
+
+import pytest
+from tune_fake import DEVICE, FakeNode, name
+
+from portable_flash.cli import main as portable_flash
+from portable_flash.database import read
+from portable_flash.device import named
+from portable_flash.tune import cli, offline
+from portable_flash.tune.compiling import Compiled, Job, precompile, resources
+from portable_flash.tune.keys import Key, key_set
+from portable_flash.tune.space import default, shortlist
+
+ONE = ["--kernels", "forward", "--dtypes", "bf16", "--head-dims", "64", "--seqlens", "512", "--causal", "no"]
+MI300X = named("mi300x")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["--device", "auto"], 2, "--offline"), (["--device", "h200"], 2, "this machine has no GPU; add --offline"),
+        (["--device", "h900"], 2, "known are"), (["--device", "cpu"], 2, "no tilings"),
+        (["--device", "h200", "--backend", "hip"], 2, "AMD"), (["--device", "h200", "--explain", "x"], 2, "must be backend/kernel"),
+        (["--device", "h200", "--head-dims", "512", "--list"], 2, "1 to 256"),
+        (["--device", "mi50", "--backend", "triton", "--list"], 2, "no path for gfx906"),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_says_what_is_wrong(argv, code, says, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "all_devices", lambda: (named("cpu"),))
+    assert portable_flash(["tune", *argv]) == code
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--budget", "-1"], ["--budget", "x"], ["--jobs", "0"], ["--kernels", "fwd"], ["--list", "--stale"]])
+def test_a_wrong_option_ends_with_code_2(argv, capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(["--device", "h200", *argv])
+    assert error.value.code == 2 and argv[0] in capsys.readouterr().err
+
+
+def test_looking_measures_and_writes_nothing(tmp_path, capsys):
+    for argv in (["--list"], ["--dry-run"], ["--stale"], ["--explain", "triton/forward/bf16/d64/full/s512"]):
+        assert cli.main(["--device", "h200", "--out", str(tmp_path), *ONE, *argv, "--json"]) == 0
+        for line in capsys.readouterr().out.splitlines():
+            json.loads(line)
+        assert cli.main(["--device", "h200", "--out", str(tmp_path), *ONE, *argv]) == 0
+        assert capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def run_fake(tmp_path, monkeypatch, *argv, **options):
+    """The command as on a machine with an H200 whose worker is a fake."""
+    from dataclasses import replace
+
+    monkeypatch.setattr(cli, "all_devices", lambda: (replace(DEVICE, index=0), named("cpu")))
+    node = FakeNode(**options)
+    monkeypatch.setattr(cli, "_nodes", lambda target, arguments: ([node], None))
+    return cli.main(["--device", "auto", "--out", str(tmp_path), *argv]), node
+
+
+def test_a_whole_run_writes_the_file_and_resumes_for_nothing(tmp_path, monkeypatch, capsys):
+    bad = shortlist(Key("triton", "forward", "bf16", 64, False, 512), DEVICE)[1]
+    code, node = run_fake(tmp_path, monkeypatch, *ONE, "--json", "--block", bad=[(name(bad), "wrong")])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert code == 0 and node.worker.requests and lines[-1]["event"] == "done" and lines[-1]["keys"] == 1
+    record = read(tmp_path / "nvidia" / "h200.yaml")
+    forward = record.kernels["triton"]["forward"]
+    (entry,) = [e for e in forward.entries if e.when == Key("triton", "forward", "bf16", 64, False, 512).when()]
+    assert entry.proof["source"] == "measured" and entry.proof["median_us"] <= entry.proof["default_us"]
+    assert any(b(bad) for b in forward.blocked) and record.measured_with["torch"]
+    assert set(record.kernels["triton"]) >= {"forward", "backward_dkv", "backward_dq"}  # those of the shipped file stay
+    code, node = run_fake(tmp_path, monkeypatch, *ONE, "--resume")
+    assert code == 0 and not node.worker.requests
+    assert "1 of 1 keys" in capsys.readouterr().err
+    code, _ = run_fake(tmp_path, monkeypatch, "--diff")
+    assert code == 0 and "entries differ" in capsys.readouterr().out
+
+
+def test_a_budget_that_is_too_short_ends_with_its_own_code(tmp_path, monkeypatch, capsys):
+    code, _ = run_fake(tmp_path, monkeypatch, "--kernels", "forward", "--budget", "0.5", slow=0.05)
+    assert code == 3 and "--resume" in capsys.readouterr().err
+
+
+def test_quality_is_measured_against_an_exhaustive_search(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "quality.json"
+    key = "triton/forward/bf16/d64/full/s512"
+    code, node = run_fake(tmp_path, monkeypatch, "--verify-quality", str(file), "--keys", key, slow=0.001)
+    table = json.loads(file.read_text())
+    (row,) = table["rows"]
+    assert row["slower_than_best"] >= 1 and row["tried_exhaustively"] > row["tried_by_search"]
+    assert code == (0 if table["passed"] else 1) and "--verify-quality" in table["command"]
+
+
+# ------------------------------------------------------------------ offline
+class Inline:
+    map = staticmethod(map)
+
+
+def test_offline_drops_what_spills_and_prefers_the_default_unless_another_is_clearly_ahead():
+    keys = key_set("triton", kernels=("forward",), head_dims=(64,))
+    usual = {k: default(k, MI300X) for k in keys}
+    seen = []
+
+    def compile_one(job: Job) -> Compiled:
+        seen.append(job)
+        return Compiled(True, "", 0.1, 100, 0, 1024)
+
+    (ranked,) = offline.rank(keys, MI300X, Inline, compile_one=compile_one)
+    assert len({j.tiling for j in seen}) == len(seen) <= 8  # one compilation for both dtypes, masks and all buckets
+    spills = lambda job: Compiled(True, "", 0.1, 256, 16 if job.tiling in usual.values() else 0, 1024)
+    (other,) = offline.rank(keys, MI300X, Inline, compile_one=spills)
+    assert not set(other.chosen.values()) & set(usual.values())
+    (none,) = offline.rank(keys, MI300X, Inline, compile_one=lambda job: Compiled(False, "no"))
+    assert none.chosen == {} and offline.entries([none]) == {}
+    (large,) = offline.rank(keys, MI300X, Inline, compile_one=lambda job: Compiled(True, "", 0.1, 1, 0, 1 << 20))
+    assert large.chosen == {}
+    entries = offline.entries([ranked])["triton", "forward"]
+    for key in keys:
+        assert next(e.use for e in entries if e.when(key.problem())) == ranked.chosen[key]
+    assert all(e.proof["source"] == "static" for e in entries)
+
+
+def test_offline_stops_when_the_budget_is_spent():
+    said = []
+    assert offline.rank(key_set("triton"), MI300X, Inline, deadline=0.0, tell=said.append) == []
+    assert "budget" in said[0]
+
+
+def test_offline_writes_static_entries_for_an_amd_gpu(tmp_path, capsys):
+    pytest.importorskip("triton")
+    argv = ["--device", "mi300x", "--offline", "--out", str(tmp_path), *ONE, "--jobs", "1", "--candidates", "2"]
+    assert cli.main(argv) == 0
+    record = read(tmp_path / "amd" / "mi300x.yaml")
+    entries = record.kernels["triton"]["forward"].entries
+    assert entries[0].proof["source"] == "static" and entries[0].proof["registers"] > 0
+    assert "static entries" in capsys.readouterr().err
+
+
+def test_compiling_ahead_fills_the_cache_and_reports_what_fails(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    key = Key("triton", "forward", "bf16", 64, False, 512)
+    assert precompile(Job("triton", "forward", key.problem(), default(key, DEVICE), DEVICE)).ok
+    wrong = precompile(Job("hip", "forward", key.problem(), default(key, DEVICE), DEVICE))
+    assert not wrong.ok and "does not compile" in wrong.reason
+    found = resources(Job("hip", "forward", key.problem(), default(Key("hip", "forward", "bf16", 64, False, 512), MI300X), MI300X))
+    assert found.ok and found.registers > 0 and found.spilled == 0 and found.shared_memory_bytes > 0 or "clang" in found.reason

@@ -1,0 +1,68 @@
+"""The real thing: needs a GPU that Triton has a path for."""
+
+import json
+
+import pytest
+import torch
+
+from portable_flash.database import read
+from portable_flash.device import detect
+from portable_flash.tiling import Tiling
+from portable_flash.tune import cli
+from portable_flash.tune.compiling import CompilePool, Job
+from portable_flash.tune.journal import Journal
+from portable_flash.tune.keys import Key
+from portable_flash.tune.search import Recorded, Settings, search
+from portable_flash.tune.session import Outcome, updates_of
+from portable_flash.tune.space import default
+from portable_flash.tune.worker import Worker
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+KEY = Key("triton", "forward", "bf16", 64, True, 1024)
+
+
+def test_what_is_wrong_faults_or_hangs_on_the_gpu_is_rejected_and_the_others_are_measured():
+    candidates = [Tiling(64, 32, 4, 2), Tiling(64, 64, 4, 2), Tiling(64, 128, 4, 1), Tiling(64, 16, 4, 2), Tiling(32, 32, 4, 2)]
+    worker = Worker("tune_gpu_fake:Sabotaged", {"how": {64: "fault", 128: "hang", 16: "wrong"}})
+    settings = Settings(check_timeout_s=30.0)
+    try:
+        found = search(KEY, candidates, Recorded(worker, Journal(None, {}), settings), settings)
+    finally:
+        worker.close()
+    assert {r.tiling: r.kind for r in found.rejected} == dict(zip(candidates[1:4], ("fault", "hang", "wrong"), strict=True))
+    assert found.best.tiling in (candidates[0], candidates[4]) and worker.starts == 3
+    (update,) = updates_of([Outcome(KEY, found, found.best)], {("triton", "forward"): "0"}, block=True)
+    assert len(update.blocked) == 3 and all(b.reason for b in update.blocked)
+
+
+def test_a_run_on_this_gpu_is_right_and_resumes_for_nothing(tmp_path, capsys):
+    argv = ["--device", "auto", "--out", str(tmp_path), "--keys", str(KEY), "triton/backward_dkv/fp16/d128/full/s512", "--json"]
+    assert cli.main([*argv, "--candidates", "4"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    rows = [line for line in lines if line["event"] == "key"]
+    assert len(rows) == 2 and all(row["median_us"] and row["speedup"] > 0.97 for row in rows)
+    device = detect(0)
+    record = read(tmp_path / device.vendor / f"{device.slug}.yaml")
+    entry = next(e for e in record.kernels["triton"]["forward"].entries if e.when(KEY.problem()))
+    assert entry.proof["source"] == "measured" and entry.proof["repeatable"] is True
+    assert cli.main([*argv, "--candidates", "4", "--resume"]) == 0
+    done = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert done["keys"] == 2 and done["gpu_s"] == 0
+
+
+def test_the_caches_that_compiling_ahead_fills_are_those_that_a_launch_looks_in(tmp_path, monkeypatch):
+    """Compiled ahead, the first launch takes no compiler."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    device, pool = detect(0), CompilePool(1)
+    tiling = default(KEY, device)
+    try:
+        assert pool.submit(Job("triton", "forward", KEY.problem(), tiling, device)).result(120).ok
+    finally:
+        pool.shutdown()
+    files = sorted(p.name for p in tmp_path.rglob("*.cubin"))
+    worker = Worker("portable_flash.tune.measure:GpuMeasurer")
+    try:
+        assert worker.call("check", KEY, tiling, timeout_s=120).ok
+    finally:
+        worker.close()
+    assert files and sorted(p.name for p in tmp_path.rglob("*.cubin")) == files

@@ -1,0 +1,202 @@
+"""The gate, the halving and the choice, with a fake measurer in this process."""
+
+from dataclasses import replace
+
+import pytest
+from tune_fake import DEVICE, FakeNode, InProcess, microseconds, name
+
+from portable_flash.tiling import Tiling
+from portable_flash.tune.journal import Journal, JournalError
+from portable_flash.tune.keys import Key, key_set
+from portable_flash.tune.search import Recorded, Settings, Stopped, Timed, better, probed, search
+from portable_flash.tune.session import Session, blocked_of, updates_of
+from portable_flash.tune.space import shortlist, space
+
+KEY = Key("triton", "forward", "bf16", 128, True, 4096)
+TRIED = shortlist(KEY, DEVICE)
+
+
+def run(candidates=TRIED, exhaustive=False, journal=None, **options):
+    worker, settings = InProcess(**options), Settings()
+    ask = Recorded(worker, journal or Journal(None, {}), settings)
+    return search(KEY, candidates, ask, settings, exhaustive), worker, ask
+
+
+def truth(candidates=TRIED):
+    return min(candidates, key=lambda t: microseconds(KEY, t))
+
+
+def test_finds_the_fastest_and_measures_the_default_beside_it():
+    found, worker, _ = run()
+    assert found.best.tiling == truth()
+    assert found.default.tiling == TRIED[0] and found.default.median_us >= found.best.median_us
+    assert found.best.p20_us <= found.best.median_us <= found.best.p80_us
+
+
+def test_halving_gives_most_candidates_little_time():
+    _, worker, _ = run()
+    sizes = [(len(a[1]), a[2]) for method, a in worker.requests if method == "time"]
+    assert sizes[0][0] == len(TRIED) and sizes[-1][0] <= 3
+    assert [n for n, _ in sizes] == sorted((n for n, _ in sizes), reverse=True) and sizes[-1][1] > sizes[0][1]
+    quick = sum(n * rounds for n, rounds in sizes)
+    _, slow, _ = run(space(KEY, DEVICE), exhaustive=True)
+    exhaustive = sum(len(a[1]) * a[2] for method, a in slow.requests if method == "time")
+    assert quick < exhaustive / 4
+
+
+def test_the_same_choice_as_an_exhaustive_search_of_the_candidates():
+    assert run()[0].best.tiling == run(exhaustive=True)[0].best.tiling
+
+
+@pytest.mark.parametrize("how", ["wrong", "fault", "hang", "raise", "inaccurate", "fault_when_timed"])
+def test_a_bad_candidate_is_rejected_with_its_reason_and_the_next_is_taken(how):
+    best = truth()
+    found, *_ = run(bad=[(name(best), how)])
+    assert found.best.tiling == truth([t for t in TRIED if t != best])
+    (rejected,) = [r for r in found.rejected if r.tiling == best]
+    assert rejected.kind == {"raise": "error", "fault_when_timed": "fault"}.get(how, how) and rejected.reason
+
+
+def test_a_bad_default_leaves_the_others():
+    found, *_ = run(bad=[(name(TRIED[0]), "wrong")])
+    assert found.default is None and found.best is not None
+
+
+def test_nothing_right_is_no_choice():
+    found, *_ = run(candidates=TRIED[:2], bad=[(name(t), "wrong") for t in TRIED[:2]])
+    assert found.best is None and len(found.rejected) == 2
+
+
+def test_ties_go_to_the_default_and_then_to_the_simpler_tiling():
+    simple, elaborate, default = Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 3, tma=True), Tiling(128, 64, 8, 3, tma=True)
+    timed = [Timed(elaborate, 100.0, 99, 101), Timed(simple, 100.9, 99, 101), Timed(Tiling(32, 32), 102, 1, 2)]
+    assert better(timed, default, 0.01)[0].tiling == simple
+    assert better([*timed, Timed(default, 100.5, 99, 101)], default, 0.01)[0].tiling == default
+    assert better([*timed, Timed(default, 101.5, 99, 101)], default, 0.01)[0].tiling == simple
+
+
+def test_the_winner_must_be_right_at_an_odd_shape_too():
+    found, worker, ask = run(odd=[name(truth())])
+    wrong = found.best.tiling
+    chosen = probed(found, ask)
+    assert wrong == truth() and chosen.tiling != wrong and "odd shape" in found.rejected[-1].reason
+
+
+def test_a_stop_is_between_two_measurements():
+    worker, settings = InProcess(), Settings()
+    asked = iter([False] * 5 + [True])
+    journal = Journal(None, {})
+    with pytest.raises(Stopped):
+        search(KEY, TRIED, Recorded(worker, journal, settings, lambda: next(asked)), settings)
+    assert len(worker.requests) == len(journal.known) == 5
+
+
+# ------------------------------------------------------------------ journal
+def test_resume_repeats_no_finished_measurement(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, {"device": "x"})
+    first, worker, _ = run(journal=journal)
+    journal.close()
+    with path.open("a") as file:
+        file.write('{"kind": "time", "key": "torn')  # what a crash leaves
+    again, silent, _ = run(journal=Journal(path, {"device": "x"}, resume=True))
+    assert worker.requests and not silent.requests
+    assert again.ranking == first.ranking
+
+
+def test_a_run_stopped_anywhere_goes_on_where_it_was(tmp_path):
+    whole = [(m, str(a)) for m, a in run()[1].requests]
+    for after in range(1, len(whole), 3):
+        path = tmp_path / f"{after}.jsonl"
+        journal, settings, left = Journal(path, {}), Settings(), [after]
+
+        def stop(left=left):
+            left[0] -= 1
+            return left[0] < 0
+
+        before, rest = InProcess(), InProcess()
+        with pytest.raises(Stopped):
+            search(KEY, TRIED, Recorded(before, journal, settings, stop), settings)
+        journal.close()
+        search(KEY, TRIED, Recorded(rest, Journal(path, {}, resume=True), settings), settings)
+        assert [(m, str(a)) for m, a in (*before.requests, *rest.requests)] == whole
+
+
+def test_without_resume_the_journal_starts_afresh_and_another_identity_is_refused(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, {"triton": "3.6"})
+    run(journal=journal)
+    with pytest.raises(JournalError, match="another triton"):
+        Journal(path, {"triton": "3.7"}, resume=True)
+    assert not Journal(path, {"triton": "3.6"}).known
+    path.write_text('{"journal": 1, "triton": "3.6"}\n[1]\n')
+    with pytest.raises(JournalError, match="line 2"):
+        Journal(path, {"triton": "3.6"}, resume=True)
+
+
+# ------------------------------------------------------------------ a run of many keys
+def few_keys(**changes):
+    return key_set("triton", **{"kernels": ("forward",), "head_dims": (64, 128), "buckets": (512, 4096), "causal": (False,), **changes})
+
+
+def session(node, **options):
+    return Session(DEVICE, [node], Journal(None, {}), **options)
+
+
+def test_every_key_gets_its_outcome_and_other_dtypes_start_from_what_was_found():
+    node, saved = FakeNode(), []
+    report = session(node, save=lambda outcomes: saved.append(len(outcomes))).run(few_keys())
+    assert len(report.outcomes) == 8 and not report.left and saved == [8]
+    tried = {o.key: o.found.tried for o in report.outcomes}
+    for key, count in tried.items():
+        if key.dtype == "fp16":
+            assert count <= 6 < tried[replace(key, dtype="bf16")]
+    for outcome in report.outcomes:
+        assert outcome.speedup >= 0.99
+
+
+def test_the_budget_stops_cleanly_and_keeps_what_is_done():
+    report = session(FakeNode(slow=0.02), budget_s=1.5, count=4).run(few_keys(head_dims=(64, 96, 128, 192, 256), causal=(False, True)))
+    assert report.outcomes and report.left and report.stopped == "the budget is spent" and report.wall_s < 6
+
+
+def test_what_does_not_compile_is_not_launched():
+    key = few_keys()[0]
+    bad = shortlist(key, DEVICE)[1]
+    node = FakeNode(fails=[name(bad)])
+    report = session(node).run([key])
+    assert not [a for m, a in node.worker.requests if m == "check" and a[1] == bad]
+    assert any(r.tiling == bad and "does not compile" in r.reason for r in report.outcomes[0].found.rejected)
+
+
+def test_several_gpus_share_the_keys():
+    nodes = [FakeNode(slow=0.005) for _ in range(3)]
+    report = Session(DEVICE, nodes, Journal(None, {})).run(few_keys(head_dims=(64, 96, 128, 192, 256), causal=(False, True)))
+    assert len(report.outcomes) == 40 and all(node.worker.requests for node in nodes)
+    one = session(FakeNode()).run(few_keys(head_dims=(64, 96, 128, 192, 256), causal=(False, True)))
+    choices = lambda outcomes: [o.chosen.tiling for o in outcomes if o.key.dtype == "bf16"]
+    assert choices(one.outcomes) == choices(report.outcomes)
+
+
+@pytest.mark.parametrize("how", ["wrong", "fault", "hang"])
+def test_bad_tilings_are_blocked_with_the_reason_on_request(how):
+    key = few_keys()[0]
+    bad = shortlist(key, DEVICE)[2]
+    report = session(FakeNode(bad=[(name(bad), how)])).run([key])
+    (update,) = updates_of(report.outcomes, {("triton", "forward"): "0"}, block=True)
+    (blocked,) = update.blocked
+    assert blocked(bad) and how in blocked.reason and not blocked(bad.replace(num_stages=1 + bad.num_stages % 3))
+    assert not updates_of(report.outcomes, {("triton", "forward"): "0"}, block=False)[0].blocked
+    assert blocked_of(report.outcomes)
+
+
+def test_an_error_of_the_run_is_raised_after_what_is_done_was_saved():
+    class Broken(InProcess):
+        def call(self, method, *arguments, timeout_s):
+            if method == "check" and arguments[0].head_dim == 128:
+                raise KeyError("a bug")
+            return super().call(method, *arguments, timeout_s=timeout_s)
+
+    saved = []
+    with pytest.raises(KeyError):
+        session(FakeNode(Broken()), save=saved.append).run(few_keys(dtypes=("bf16",)))
