@@ -12,6 +12,8 @@ from collections.abc import Sequence
 TOOLS = {
     "bench": ("portable_flash.bench:main", "measure attention here and compare it with its peers"),
     "tune": ("portable_flash.tune:main", "find the fastest tilings for a GPU and keep them in the tuning database"),
+    "validate": ("portable_flash.validate:main", "prove that attention computes the right numbers on the devices of this machine"),
+    "fleet": ("portable_flash.fleet:main", "validate every GPU of a cluster, or compare the reports of many machines"),
     "build": ("portable_flash.backends.hip.commands:build_main", "compile HIP kernels ahead of time, for machines without a compiler"),
     "cache": ("portable_flash.backends.hip.commands:cache_main", "list or clear the HIP kernels that were compiled here"),
 }

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from .compiling import Compiled, CompilePool, Job, default_jobs
-from .worker import FAULT, Worker, WorkerError
+from ..worker import FAULT, Worker, WorkerError
 
 GPU = "portable_flash.tune.measure:GpuMeasurer"
 

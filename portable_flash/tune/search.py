@@ -18,7 +18,7 @@ from .journal import Journal
 from .keys import Key
 from .measure import Check
 from .space import simplicity
-from .worker import WorkerError
+from ..worker import WorkerError
 
 
 @dataclass(frozen=True, slots=True)

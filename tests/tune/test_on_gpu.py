@@ -15,7 +15,7 @@ from portable_flash.tune.keys import Key
 from portable_flash.tune.search import Recorded, Settings, search
 from portable_flash.tune.session import Outcome, updates_of
 from portable_flash.tune.space import default
-from portable_flash.tune.worker import Worker
+from portable_flash.worker import Worker
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 KEY = Key("triton", "forward", "bf16", 64, True, 1024)

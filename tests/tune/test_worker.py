@@ -17,7 +17,7 @@ from portable_flash.tune.keys import Key, key_set
 from portable_flash.tune.search import Settings
 from portable_flash.tune.session import Session
 from portable_flash.tune.space import shortlist
-from portable_flash.tune.worker import Worker, WorkerError
+from portable_flash.worker import Worker, WorkerError
 from portable_flash.tune.writer import path_of
 
 KEY = Key("triton", "forward", "bf16", 128, False, 4096)

@@ -12,7 +12,7 @@ from portable_flash.device import named
 from portable_flash.tiling import Tiling
 from portable_flash.tune.compiling import Compiled
 from portable_flash.tune.measure import Check
-from portable_flash.tune.worker import WorkerError
+from portable_flash.worker import WorkerError
 
 DEVICE = named("h200")
 
@@ -124,7 +124,7 @@ def run_session(out, journal_path, resume, log, slow, keys, budget=None):
     """A whole run with a real worker process, as the command line makes it; for tests that kill it."""
     from portable_flash.tune.journal import Journal
     from portable_flash.tune.session import Session, updates_of
-    from portable_flash.tune.worker import Worker
+    from portable_flash.worker import Worker
     from portable_flash.tune.writer import path_of, update_file
 
     journal = Journal(journal_path, {"device": "h200"}, resume)
