@@ -1,0 +1,220 @@
+"""Reports as files: reading them with every type checked, and writing each format so that a reader never sees half a file.
+
+    python -m portable_flash.validate.document > portable_flash/validate/report.schema.json
+
+makes the schema file again after a change of report.py.
+
+Reading is for documents of unknown origin: the size is bounded, fields must have their types, and a verdict that the checks do
+not bear out is refused. Fields that this version does not know are ignored, so that one may be added without a new schema number.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import secrets
+import stat
+import sys
+import zlib
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from .report import LEVELS, SCHEMA, Report, to_json, together, verdict_of
+
+MAX_BYTES = 16 << 20  # of a document; a run with every check on a host of 8 devices takes about 1 MB
+MAX_DEVICES = 1024  # of a host
+MAX_CHECKS = 20_000  # of a device
+
+
+class ReportError(ValueError):
+    """A document that is no report, or not one that this version reads. The text names the file and the field."""
+
+
+class OutputError(OSError):
+    """A file that cannot be written. The text names the option and the file."""
+
+
+def read(source: str | os.PathLike[str] | bytes, label: str | None = None) -> Report:
+    """The report in a file (.json, or compressed with gzip) or in bytes; `label` names it in errors, by default its path.
+
+    Raises ReportError, also for a file that cannot be read, and ModuleNotFoundError where msgspec is not installed.
+    """
+    msgspec = _msgspec()
+    label = label or ("report" if isinstance(source, bytes) else os.fspath(source))
+    raw = _bounded(source, label)
+    try:
+        head = msgspec.json.decode(raw, type=msgspec.defstruct("Head", [("schema", int | None, None)]))
+        if head.schema is None:
+            raise ReportError(f"{label}: field schema is missing: no report of portable-flash validate")
+        if head.schema != SCHEMA:
+            raise ReportError(f"{label}: schema {head.schema}: this version reads {SCHEMA}")
+        report = msgspec.json.decode(raw, type=Report)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise ReportError(f"{label}: {_plain(str(error))}") from None
+    except RecursionError:
+        raise ReportError(f"{label}: nested too deeply") from None
+    _check(report, label)
+    return report
+
+
+def started(report: Report) -> datetime:
+    """When the run began. Raises ValueError for a text that is no ISO 8601 time with a time zone."""
+    time = datetime.fromisoformat(report.started.replace("Z", "+00:00"))
+    if time.tzinfo is None:
+        raise ValueError(f"{report.started!r} has no time zone")
+    return time
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of a report, made from the dataclasses."""
+    made = _msgspec().json.schema(Report)
+    top = made["$defs"]["Report"]
+    top["properties"]["schema"] = {"const": SCHEMA}
+    top["properties"]["level"] = {"enum": list(LEVELS)}
+    top["required"] = ["schema", *top["required"]]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Report of portable-flash validate", **made}
+
+
+def schema_text() -> str:
+    """Text of report.schema.json."""
+    return json.dumps(schema(), indent=1) + "\n"
+
+
+def formats() -> dict[str, Callable[[Report], str]]:
+    """Every format that goes to a file, by the name of its option."""
+    from . import html, junit, prometheus
+
+    return {"json": to_json, "junit": junit.render, "prometheus": prometheus.render, "html": html.render}
+
+
+def write(report: Report, outputs: Mapping[str, str | os.PathLike[str]]) -> None:
+    """Write a report in each format asked for, {"html": path, ...}; the path "-" is standard output. Raises OutputError.
+
+    Every format is made before any file is touched.
+    """
+    known = formats()
+    unknown = sorted(set(outputs) - set(known))
+    if unknown:
+        raise ValueError(f"format {unknown[0]!r}: allowed are {', '.join(known)}")
+    texts = {name: known[name](report) for name in outputs}
+    for name, path in outputs.items():
+        write_text(path, texts[name], f"--{name}")
+
+
+def check_writable(path: str | os.PathLike[str], option: str) -> None:
+    """Raise OutputError now rather than after a long run."""
+    if os.fspath(path) == "-":
+        return
+    target = os.path.realpath(path)
+    folder = os.path.dirname(target)
+    if os.path.isdir(target):
+        raise OutputError(f"{option}: cannot write {path}: it is a folder")
+    if not os.path.isdir(folder):
+        raise OutputError(f"{option}: cannot write {path}: there is no folder {folder}")
+    where = target if os.path.exists(target) and not os.path.isfile(target) else folder
+    if not os.access(where, os.W_OK):
+        raise OutputError(f"{option}: cannot write {path}: no permission")
+
+
+def write_text(path: str | os.PathLike[str], text: str, option: str) -> None:
+    """Write a whole file or nothing, UTF-8, with the permissions that a new file gets. "-" is standard output; what is no regular
+    file, such as /dev/null, is written to as it is. Raises OutputError, which names `option`."""
+    if os.fspath(path) == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    check_writable(path, option)
+    target = os.path.realpath(path)  # a link stays a link
+    try:
+        if os.path.exists(target) and not os.path.isfile(target):
+            Path(target).write_text(text, encoding="utf-8")
+            return
+        temporary = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{secrets.token_hex(6)}.tmp")
+        try:
+            with open(temporary, "x", encoding="utf-8", newline="\n") as file:  # not mkstemp: others may have to read it
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            if os.path.exists(temporary):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise OutputError(f"{option}: cannot write {path}: {error.strerror or error}") from None
+
+
+def _msgspec() -> Any:
+    try:
+        import msgspec
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError('reading reports needs msgspec: pip install "portable-flash[fleet]"') from None
+    return msgspec
+
+
+def _bounded(source: str | os.PathLike[str] | bytes, label: str) -> bytes:
+    """The bytes of a document, unpacked, and no more than MAX_BYTES of them."""
+    if isinstance(source, bytes):
+        raw = source
+    else:
+        try:
+            if not stat.S_ISREG(os.stat(source).st_mode):  # a pipe would block, a device need not end
+                raise ReportError(f"{label}: not a regular file")
+            with open(source, "rb") as file:
+                raw = file.read(MAX_BYTES + 1)
+        except (OSError, ValueError) as error:
+            if isinstance(error, ReportError):
+                raise
+            raise ReportError(f"{label}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if raw[:2] == b"\x1f\x8b":
+        try:
+            with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
+                raw = file.read(MAX_BYTES + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ReportError(f"{label}: gzip: {error}") from None
+    if len(raw) > MAX_BYTES:
+        raise ReportError(f"{label}: more than {MAX_BYTES >> 20} MiB: no report")
+    if not raw.strip():
+        raise ReportError(f"{label}: empty")
+    return raw
+
+
+def _plain(message: str) -> str:
+    """msgspec's words for a person: the field without its root, and what it quotes from the document harmless for a terminal."""
+    message = message.replace("- at `$.", "in `").replace("- at `$", "in `document")
+    message = "".join(letter if letter.isprintable() else "?" for letter in message)
+    return message if len(message) <= 300 else f"{message[:200]} ... {message[-90:]}"
+
+
+def _check(report: Report, label: str) -> None:
+    """What types cannot say."""
+    if report.level not in LEVELS:
+        raise ReportError(f"{label}: level {report.level!r}: allowed are {', '.join(LEVELS)}")
+    try:
+        started(report)
+    except ValueError:
+        raise ReportError(f"{label}: started {report.started[:40]!r}: no ISO 8601 time with a time zone") from None
+    if len(report.devices) > MAX_DEVICES:
+        raise ReportError(f"{label}: {len(report.devices)} devices: at most {MAX_DEVICES}")
+    for index, device in enumerate(report.devices):
+        where = f"devices[{index}]"
+        if len(device.checks) > MAX_CHECKS:
+            raise ReportError(f"{label}: {where} has {len(device.checks)} checks: at most {MAX_CHECKS}")
+        borne = verdict_of(device.checks, report.strict)
+        if _better(device.verdict, borne):
+            raise ReportError(f"{label}: {where}.verdict is {device.verdict}, but its checks make it {borne}")
+    if _better(report.verdict, borne := together(device.verdict for device in report.devices)):
+        raise ReportError(f"{label}: verdict is {report.verdict}, but its devices make it {borne}")
+
+
+def _better(claimed: str, borne: str) -> bool:
+    order = ("pass", "no_verdict", "fail")
+    return order.index(claimed) < order.index(borne)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(schema_text())

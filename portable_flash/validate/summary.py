@@ -1,0 +1,129 @@
+"""What every form of a report says in the same words: order, signs, headline, and what needs attention."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from .report import Check, DeviceReport, Report
+
+# The order in which a person wants to see them
+STATUSES = ("fail", "warn", "inconclusive", "unread", "skipped", "pass")
+SEVERITIES = ("critical", "major", "minor", "info")
+SIGNS = {
+    "pass": "\u2713", "warn": "!", "fail": "\u2717", "inconclusive": "?", "unread": "\u25cb", "skipped": "\u2013", "no_verdict": "?",
+}  # fmt: skip
+WORDS = {"pass": "pass", "fail": "fail", "no_verdict": "no verdict"}
+HEADLINES = {"pass": "Pass", "fail": "Fail", "no_verdict": "No verdict"}
+
+NOT_COVERED = (
+    "A pass covers the checks listed here, on the shapes they ran, at the time they ran. It says nothing about other kernels, about "
+    "memory and units that these checks do not touch, about links between GPUs, or about faults that come later or too rarely."
+)
+
+
+def counts(checks: Iterable[Check]) -> dict[str, int]:
+    """How many checks have each status, in the order of STATUSES; statuses that none has count 0."""
+    found = Counter(check.status for check in checks)
+    return {status: found[status] for status in STATUSES}
+
+
+def groups(checks: Iterable[Check]) -> dict[str, list[Check]]:
+    """Checks by group, in the order in which groups come first."""
+    found: dict[str, list[Check]] = {}
+    for check in checks:
+        found.setdefault(check.group, []).append(check)
+    return found
+
+
+def attention(checks: Iterable[Check]) -> list[Check]:
+    """Checks that are no pass and apply here, worst first: by status, then severity, then in the order in which they ran."""
+    listed = [check for check in checks if check.status not in ("pass", "skipped")]
+    return sorted(listed, key=lambda check: (STATUSES.index(check.status), SEVERITIES.index(check.severity)))
+
+
+def share(check: Check) -> float | None:
+    """How much of its limit a check uses, 1.0 being all of it: the measured value over the limit, or the other way round where the
+    unit says "at least". None where there is no such ratio, as with a limit of 0."""
+    measured, limit = check.measured, check.limit
+    if measured is None or limit is None:
+        return None
+    if "at least" in check.unit:
+        measured, limit = limit, measured
+    return measured / limit if limit > 0 and measured >= 0 else None
+
+
+def worst(checks: Iterable[Check]) -> Check | None:
+    """The check that uses most of its limit; None where no check has a ratio."""
+    known = [(ratio, check) for check in checks if (ratio := share(check)) is not None]
+    return max(known, key=lambda pair: pair[0])[1] if known else None
+
+
+def number(value: float | None) -> str:
+    """Four significant digits; integers in full."""
+    if value is None:
+        return ""
+    return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else f"{value:.4g}"
+
+
+def measured(check: Check) -> str:
+    """"1.02 of 2 x PyTorch's error, at most"; empty where nothing was measured."""
+    text = number(check.measured)
+    if check.limit is not None:
+        text = f"{text or 'limit'} of {number(check.limit)}" if text else f"limit {number(check.limit)}"
+    return f"{text} {check.unit}".strip() if text else ""
+
+
+def device_name(device: DeviceReport) -> str:
+    """"GPU 0: NVIDIA H200", "CPU: ...", as told apart on one host."""
+    identity = device.identity
+    return f"{'CPU' if identity.index is None else f'GPU {identity.index}'}: {identity.name}"
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def headline(report: Report) -> str:
+    """One sentence under the verdict."""
+    total = len(report.devices)
+    if not total:
+        return "No device was validated."
+    by = Counter(device.verdict for device in report.devices)
+    parts = [f"{by[key]} {text}" for key, text in (("fail", "failed"), ("no_verdict", "without a verdict"), ("pass", "passed")) if by[key]]
+    return f"{plural(total, 'device')}: {', '.join(parts)}."
+
+
+def software(report: Report) -> list[tuple[str, str]]:
+    """Names and versions of what is there."""
+    versions = report.software
+    pairs = [
+        ("portable_flash", versions.portable_flash),
+        ("torch", versions.torch),
+        ("runtime", versions.runtime),
+        ("triton", versions.triton),
+        ("hip-python", versions.hip_python),
+        ("driver", versions.driver),
+        ("Python", versions.python),
+        ("platform", versions.platform),
+    ]
+    return [(name, value) for name, value in pairs if value]
+
+
+def identity(device: DeviceReport) -> list[tuple[str, str]]:
+    """What tells this device from others."""
+    facts = device.identity
+    gib = facts.memory_bytes / 2**30
+    pairs = [
+        ("model", facts.slug),
+        ("arch", facts.arch),
+        ("units", str(facts.compute_units)),
+        ("memory", f"{gib:.0f} GiB" if gib >= 10 else f"{gib:.1f} GiB"),
+        ("uuid", facts.uuid),
+        ("serial", facts.serial),
+        ("PCI", " ".join(part for part in (facts.pci_address, facts.pci_id and f"[{facts.pci_id}]") if part)),
+        ("partition", facts.partition),
+        ("vbios", facts.vbios),
+        ("driver", device.driver),
+    ]
+    return [(name, value) for name, value in pairs if value]
