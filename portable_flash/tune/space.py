@@ -21,6 +21,8 @@ from ..tuning import rule
 from .keys import Key
 
 SHORTLIST = 12  # candidates of a search, the default among them
+JOINING = 8  # neighbours of the fastest of them
+SHARE = 0.3  # of a small space that a search starts with at most, and a bit less than that joins
 REGISTER_SHARE = 0.85  # of a thread's registers that accumulators may take and still leave room for operands
 
 
@@ -65,6 +67,28 @@ def _varied(ordered: Iterable[Tiling], later: list[Tiling]) -> Iterator[Tiling]:
             yield tiling
         else:
             later.append(tiling)
+
+
+def neighbours(key: Key, device: Device, leaders: Iterable[Tiling], known: Iterable[Tiling], count: int | None = None) -> tuple[Tiling, ...]:
+    """Tilings of the space that are one step from a leader and not known: a switch turned, a stage more or less, the warps or a block
+    doubled or halved, alone or one block together with the warps. The leaders' in turn, those that the model prefers first."""
+    everything, taken, problem = space(key, device), set(known), key.problem()
+    count = min(JOINING, max(2, round(len(everything) * SHARE * 2 / 3))) if count is None else count
+    ordered = sorted(everything, key=lambda t: (cost(t, key.kernel, problem, device), simplicity(t)))
+    queues = [[t for t in ordered if _one_step(t, leader)] for leader in leaders]
+    chosen: dict[Tiling, None] = {}
+    for tiling in itertools.chain.from_iterable(itertools.zip_longest(*queues)):
+        if tiling is not None and tiling not in taken and len(chosen) < count:
+            chosen.setdefault(tiling)
+    return tuple(chosen)
+
+
+def _one_step(a: Tiling, b: Tiling) -> bool:
+    steps = [abs(getattr(a, name).bit_length() - getattr(b, name).bit_length()) for name in ("block_m", "block_n", "num_warps")]
+    switches = [getattr(a, name) != getattr(b, name) for name in ("split_dkv", "tma", "maxnreg", "waves_per_eu", "matrix_instr_nonkdim")]
+    others = abs(a.num_stages - b.num_stages) + sum(switches)
+    blocks, warps = steps[0] + steps[1], steps[2]
+    return (others, blocks + warps) in ((1, 0), (0, 1)) or (others, blocks, warps) == (0, 1, 1)
 
 
 def known_tilings(key: Key, device: Device) -> list[Tiling]:
@@ -181,7 +205,8 @@ def cost(tiling: Tiling, kernel: str, problem: Problem, device: Device) -> float
     pressure = tiling.accumulator_registers(kernel, problem, device.wave_size) / device.registers_per_thread
     spilling = 1.0 + max(0.0, pressure - 0.7)  # near the limit compilers spill or serialise
     moving = 1.0 if tiling.tma or not device.has_tma else 1.08  # addresses take registers and instructions
-    step = max(matrix, other, moved, chain / beside) * spilling * moving
+    crowded = max(1.0, 16 * tiling.num_warps / stay)  # warps without 16 rows of their own share rows: sums across warps, operands read twice
+    step = max(matrix, other, moved, chain / beside) * spilling * moving * crowded
     waves = math.ceil(programs / (device.compute_units * beside)) * beside if not problem.causal else programs / device.compute_units
     direction = "forward" if kernel == "forward" else "backward"
     traffic = tiling.hbm_bytes(direction, problem, device) / device.compute_units / (unit.cache_bytes / 4)
