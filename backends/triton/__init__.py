@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import functools
+import tokenize
 from pathlib import Path
 
 import torch
@@ -52,14 +52,22 @@ def tuned_kernels(problem: Problem) -> tuple[str, ...]:
 
 @functools.cache
 def space(kernel: str) -> str:
-    """Hash of what a tiling of this kernel was tuned for: the kernels' code, comments and docstrings left out."""
+    """Hash of what a tiling of this kernel was tuned for: the kernels' code, without comments, docstrings and line breaks."""
     parts = ["common.py", "forward_kernels.py" if kernel == "forward" else "backward_kernels.py"]
-    trees = [ast.parse(Path(__file__).with_name(part).read_text(encoding="utf-8")) for part in parts]
-    for tree in trees:
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node) is not None:
-                del node.body[0]
-    return space_hash("\n".join(ast.unparse(tree) for tree in trees))
+    return space_hash("\n".join(_code(Path(__file__).with_name(part)) for part in parts))
+
+
+def _code(path: Path) -> str:
+    """The tokens that mean something. Tokens, because the text that `ast` makes of a tree depends on Python's version."""
+    layout = {tokenize.INDENT: "{", tokenize.DEDENT: "}", tokenize.NEWLINE: ";"}  # their texts hold white space
+    kept: list[str] = []
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type in (tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER):
+                continue
+            docstring = token.type == tokenize.STRING and (not kept or kept[-1] in layout.values())
+            kept.append("" if docstring else layout.get(token.type, token.string))
+    return " ".join(kept)
 
 
 def forward(inputs: Inputs, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:

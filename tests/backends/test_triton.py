@@ -183,3 +183,16 @@ def test_refusals():
     assert "compute capability 8.0" in triton_backend.unavailable(replace(H200, arch="sm_75"))
     assert "no path for gfx906" in triton_backend.unavailable(replace(MI300X, arch="gfx906"))
     assert "TRITON_INTERPRET=1" in triton_backend.unavailable(cpu())
+
+
+@pytest.mark.parametrize("old, new, same", [
+    ("m = a + b", "m = a + b  # why", True), ("m = a + b", "m = (\n        a\n        + b\n    )", False), ("m = a + b", "m = a - b", False),
+    ('"""What."""', '"""Something else."""', True), ("    m = a + b\n    return m", "    m = a + b\n\n    return m", True),
+    ("m = a + b\n    return m", "m = a + b\n    if m:\n        return m\n    return a", False), ('"-inf"', '"inf"', False),
+])  # fmt: skip
+def test_the_hash_of_a_kernel_is_of_what_it_does(tmp_path, old, new, same):
+    text = '"""Module."""\n\n\ndef kernel(a, b, c=float("-inf")):\n    """What."""\n    m = a + b\n    return m\n'
+    for name, content in (("old.py", text), ("new.py", text.replace(old, new))):
+        (tmp_path / name).write_text(content)
+    assert old in text
+    assert (triton_backend._code(tmp_path / "old.py") == triton_backend._code(tmp_path / "new.py")) is same
