@@ -1,0 +1,134 @@
+"""The command `portable-flash fleet`: compare reports that were gathered, or validate every GPU of a Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ..validate import document
+from ..validate.report import EXIT_CODES, LEVELS
+from . import expected, formats, gather, terminal
+from .compare import Fleet
+from .findings import FleetReport
+
+EXITS = """exit codes:
+  0  every device passed, and nothing is missing
+  1  a device failed its validation, is an outlier or has other bits than most of its kind (with --strict: or drifted)
+  2  no verdict: a device without one, bits that differ without a majority, a report missing or refused, or wrong usage
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (gather.SourceError, expected.ExpectationError, document.OutputError, ModuleNotFoundError, RuntimeError) as error:
+        print(f"portable-flash fleet {arguments.command}: {error}", file=sys.stderr)
+        return EXIT_CODES["no_verdict"]
+    except KeyboardInterrupt:
+        print(f"portable-flash fleet {arguments.command}: interrupted", file=sys.stderr)
+        return EXIT_CODES["no_verdict"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="portable-flash fleet", description="Validation of many machines.")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+
+    compare = commands.add_parser(
+        "compare", help="compare reports of portable-flash validate --json", epilog=EXITS, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Compare the reports of many machines: outliers, bits, versions, speed, who is missing.",
+    )  # fmt: skip
+    compare.add_argument(
+        "reports", nargs="+", metavar="REPORT", help="a .json or .json.gz file, a folder, a pattern, @FILE with a list of names, or - for a list on stdin"
+    )
+    _judging(compare)
+    compare.set_defaults(run=_compare)
+
+    validate = commands.add_parser(
+        "validate", help="validate every GPU of a Ray cluster", epilog=EXITS, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Validate every GPU of a Ray cluster, one task a GPU, and compare the reports. Arguments after -- go to portable-flash validate.",
+    )  # fmt: skip
+    validate.add_argument("--ray", required=True, metavar="ADDRESS", help='of the cluster: "auto", HOST:PORT, or ray://HOST:PORT')
+    validate.add_argument("--level", choices=LEVELS, default="quick")
+    validate.add_argument("--cpu", action="store_true", help="validate the CPU backend, once a node")
+    validate.add_argument("--out", metavar="DIR", help="keep every report in this folder")
+    validate.add_argument("--timeout", type=_seconds, metavar="S", help="seconds for one GPU, from its start; default by level")
+    validate.add_argument("--start-timeout", type=_seconds, default=300.0, metavar="S", help="seconds until a GPU is free and its task begins (300)")
+    _judging(validate)
+    validate.add_argument("extra", nargs="*", metavar="ARGUMENT", help="after --: arguments of portable-flash validate, such as --only accuracy")
+    validate.set_defaults(run=_validate)
+    return parser
+
+
+def _judging(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--expect", action="append", default=[], metavar="FILE", help="hosts that must report: a line is HOST or HOST DEVICES")
+    parser.add_argument("--expect-count", action="append", default=[], metavar="MODEL=N", help="how many devices of a model must report")
+    parser.add_argument("--allow-missing", action="store_true", help="what is missing or refused is named, and takes no verdict away")
+    parser.add_argument("--strict", action="store_true", help="drift and other warnings fail")
+    for name, text in formats.HELP.items():
+        parser.add_argument(f"--{name}", metavar="FILE", help=f"{text}; - is standard output")
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    wanted = expected.read(arguments.expect, arguments.expect_count)
+    outputs = _outputs(arguments)
+    fleet = Fleet()
+    for source, report in gather.reports(gather.names(arguments.reports)):
+        if isinstance(report, str):
+            fleet.refuse(source, report)
+        else:
+            fleet.add(report, source)
+    return _finish(fleet, wanted, arguments, outputs)
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from . import ray_run
+
+    wanted = expected.read(arguments.expect, arguments.expect_count)
+    outputs = _outputs(arguments)
+    run = ray_run.Run(
+        level=arguments.level, cpu=arguments.cpu, extra=tuple(arguments.extra), timeout_s=arguments.timeout or ray_run.TIMEOUTS_S[arguments.level],
+        start_timeout_s=arguments.start_timeout, out=arguments.out,
+    )  # fmt: skip
+    fleet = Fleet()
+    ray_run.validate(arguments.ray, run, fleet, lambda line: print(line, file=sys.stderr, flush=True))
+    return _finish(fleet, wanted, arguments, outputs)
+
+
+def _outputs(arguments: argparse.Namespace) -> dict[str, str]:
+    """Format -> file; refuses a file that cannot be written before any work is done."""
+    outputs = {name: path for name in formats.HELP if (path := getattr(arguments, name)) is not None}
+    for name, path in outputs.items():
+        document.check_writable(path, f"--{name}")
+    return outputs
+
+
+def _finish(fleet: Fleet, wanted: expected.Expected, arguments: argparse.Namespace, outputs: dict[str, str]) -> int:
+    report: FleetReport = fleet.compare(wanted, arguments.strict, arguments.allow_missing)
+    texts = {name: formats.render(name, report) for name in outputs}
+    for name, path in outputs.items():
+        document.write_text(path, texts[name], f"--{name}")
+    # the table gives way where a document goes to standard output
+    terminal.render(report, _stderr() if "-" in outputs.values() else None)
+    return EXIT_CODES[report.verdict]
+
+
+def _stderr() -> Any:
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        return sys.stderr
+    return Console(stderr=True, highlight=False)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e7:
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are seconds above 0")
+    return value
