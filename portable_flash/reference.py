@@ -163,6 +163,7 @@ class Verdict:
     worst: tuple[int, ...] = ()  # index of the largest error
     actual: float = math.nan  # the two values there
     expected: float = math.nan
+    cosine: float = math.nan  # of the angle between result and truth
 
     @property
     def ok(self) -> bool:
@@ -229,7 +230,14 @@ def check(name: str, actual: Tensor, expected: Tensor, lowprec: Tensor, limits: 
         "inconclusive" if unusable else "fail" if failed else "pass",
         "PyTorch's own error is above 10%" if unusable else " and ".join(failed) + " beyond its limit" if failed else "",
         max_error, max_limit, rms_error, rms_limit, reference_error, worst, actual[worst].item(), expected[worst].item(),
+        _cosine(actual, expected),
     )  # fmt: skip
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    """1 where both are 0, NaN where one is."""
+    norms = a.norm() * b.norm()
+    return ((a * b).sum() / norms).item() if norms else 1.0 if not (a.any() or b.any()) else math.nan
 
 
 def _tile_rms(values: Tensor) -> Tensor:

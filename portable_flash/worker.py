@@ -71,6 +71,11 @@ class Worker:
             process.kill()
             process.join(10)
 
+    def kill(self) -> None:
+        """End the process from another thread: the call under way there fails with a fault."""
+        if (process := self._process) is not None:
+            process.kill()
+
     def start(self) -> None:
         """Make the process if there is none, and wait until it is ready. Raises WorkerError."""
         if self._process is not None:
