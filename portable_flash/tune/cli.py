@@ -366,7 +366,6 @@ def _measure(keys: list[Key], target: Target, out: Path, arguments: argparse.Nam
             node.close()
         if executor is not None:
             executor.shutdown()
-        journal.close()
         clear_caches()
     if arguments.json:
         seconds = {"gpu_s": round(report.gpu_s, 1), "wall_s": round(report.wall_s, 1)}
@@ -407,7 +406,6 @@ def _verify(target: Target, backend: str, arguments: argparse.Namespace, argv: l
     keys = [_key_argument("--keys", k) for k in arguments.keys] if arguments.keys else quality.keys_of(backend)
     nodes, executor = _nodes(target, arguments)
     try:
-        nodes[0].worker.start()
         start = time.monotonic()
         rows = quality.compare(keys, target.device, nodes[0], Settings(), lambda text: print(text, file=sys.stderr, flush=True))
     finally:

@@ -26,6 +26,8 @@ from .space import default
 NEEDS = {"backward_dkv": Needs(query=False), "backward_dq": Needs(key=False, value=False)}
 RESULTS = {"forward": ("out",), "backward_dkv": ("key", "value"), "backward_dq": ("query",)}
 MAX_INPUT_SETS = 8
+MAX_PLANS = 2000  # more than all keys of a few groups have
+DATA_SHARE = 0.25  # of the device's memory that the data of several keys may take together
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,9 @@ class Check:
 class Measurer(Protocol):
     """What a worker offers. Every method may raise, fault or hang: the caller is another process."""
 
+    def prepare(self, key: Key) -> None:
+        """Make what all candidates of a key share, so that it is in nobody's time."""
+
     def check(self, key: Key, tiling: Tiling) -> Check:
         """Launch at the key's shape into outputs full of NaN and compare with the oracle."""
 
@@ -49,9 +54,6 @@ class Measurer(Protocol):
 
     def time(self, key: Key, tilings: tuple[Tiling, ...], rounds: int, budget_s: float) -> list[list[float]]:
         """Microseconds a call, `rounds` samples for each tiling, interleaved; budget_s seconds of device time a sample."""
-
-    def forget(self) -> None:
-        """Drop what was prepared for the last key."""
 
 
 @dataclass
@@ -63,7 +65,11 @@ class _Data:
     sets: list[tuple[Tensor, Tensor, Tensor, Tensor]]  # query, key, value, grad_out
     forwards: list[tuple[Tensor, Tensor]]  # out and lse of each set, by the default tiling
     cuts: list[Cut]
-    whole: dict[str, Tensor]  # results of the default tiling on the first set, by result name
+    whole: dict[tuple, Tensor]  # results of the first right tiling on the first set, by kernel and result name
+
+    def nbytes(self) -> int:
+        several = (*self.sets, *self.forwards, tuple(self.whole.values()))
+        return sum(t.numel() * t.element_size() for group in several for t in group)
 
 
 class GpuMeasurer:
@@ -78,8 +84,9 @@ class GpuMeasurer:
             torch.cuda.set_device(index)
         self.where = torch.device("cpu") if index is None else torch.device("cuda", index)
         self.device: Device = detect(self.where)
-        self._data: _Data | None = None
+        self._data: dict[tuple, _Data] = {}  # the last used is the last
         self._plans: dict[tuple, Plan] = {}
+        self._warm = False
 
     # -------------------------------------------------------------- one launch
     def _plan(self, key: Key, problem: Problem, tiling: Tiling) -> Plan:
@@ -121,7 +128,8 @@ class GpuMeasurer:
         inputs, forward = _inputs(first), data.forwards[0] if data.forwards else None
         found = self._poisoned(key, plan, inputs, first[3], forward)
         verdicts = []
-        for cut in data.cuts if not data.whole else data.cuts[-1:]:  # once the default is known to be right, one and the whole do
+        first_one = (key.kernel, RESULTS[key.kernel][0]) not in data.whole
+        for cut in data.cuts if first_one else data.cuts[-1:]:  # once one tiling is known to be right, one cut and its whole do
             for name in RESULTS[key.kernel]:
                 if name in cut.expected:
                     limits = OUTPUT if name == "out" else GRADIENT
@@ -137,17 +145,18 @@ class GpuMeasurer:
         return Check(True, "", max((v.ratio for v in verdicts), default=None), repeatable)
 
     def _differs(self, key: Key, data: _Data, found: dict[str, Tensor]) -> str:
-        """The whole result against the default tiling's, which the cuts have shown to be right where they are."""
+        """The whole result against that of the first tiling (mostly the default), which the cuts have shown to be right where they are."""
         for name in RESULTS[key.kernel]:
-            if name not in data.whole:
-                data.whole[name] = found[name]  # the default is checked first
-                if not bool(found[name].isfinite().all()):
-                    return f"{name}: not finite outside of what the oracle sees"
+            if not bool(found[name].isfinite().all()):
+                return f"{name}: not finite outside of what the oracle sees"
+            if (known := data.whole.get((key.kernel, name))) is None:
                 continue
-            distance = relative_norm(found[name], data.whole[name])
+            distance = relative_norm(found[name], known)
             limit = 4 * torch.finfo(found[name].dtype).eps
             if not distance <= limit:
-                return f"{name}: {distance:.3g} from the default tiling's at full size by relative norm, limit {limit:.3g}"
+                return f"{name}: {distance:.3g} from the first tiling's at full size by relative norm, limit {limit:.3g}"
+        for name in RESULTS[key.kernel]:
+            data.whole.setdefault((key.kernel, name), found[name])
         return ""
 
     def probe(self, key: Key, tiling: Tiling) -> Check:
@@ -184,28 +193,42 @@ class GpuMeasurer:
         return lambda i: self._launch(key, plan, *calls[i % len(calls)])
 
     # -------------------------------------------------------------- data
-    def forget(self) -> None:
-        self._data = None
-        self._plans.clear()
+    def prepare(self, key: Key) -> None:
+        data, tiling = self._prepare(key), default(key, self.device)
+        if not self._warm:  # the first launch of a process loads the backend
+            first = data.sets[0]
+            plan = self._plan(key, key.problem(), tiling)
+            self._launch(key, plan, _inputs(first), first[3], data.forwards[0] if data.forwards else None)
+            self._warm = True
+
+    def _prepare(self, key: Key) -> _Data:
+        """Tensors and oracle of a key, with those of the keys before it as far as memory goes: the two halves of a search come back
+        to them, and the kernels of a backward pass share them."""
+        backward = key.kernel != "forward"
+        name = (key.backend, key.dtype, key.head_dim, key.causal, key.seqlen, backward)
+        data = self._data.pop(name, None)
+        if data is None:
+            self._forget(DATA_SHARE * self.device.memory_bytes)
+            data = self._new_data(key, name, backward)
+        self._data[name] = data
+        return data
+
+    def _forget(self, room: float) -> None:
+        """Drop the least recently used until the others take no more than `room` bytes, and the plans of all."""
+        sizes = {name: data.nbytes() for name, data in self._data.items()}
+        while sizes and sum(sizes.values()) > room:
+            oldest = next(iter(sizes))
+            del self._data[oldest], sizes[oldest]
+        if len(self._plans) > MAX_PLANS:
+            self._plans.clear()
         gc.collect()
         if self.where.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _prepare(self, key: Key) -> _Data:
-        """Tensors and oracle of a key; the one before is dropped. Kernels of a backward pass share them."""
-        backward = key.kernel != "forward"
-        name = (key.backend, key.dtype, key.head_dim, key.causal, key.seqlen, backward)
-        if self._data is None or self._data.name != name:
-            self.forget()
-            self._data = self._new_data(key, name, backward)
-        return self._data
-
     def _new_data(self, key: Key, name: tuple, backward: bool) -> _Data:
         p = key.problem()
         case = Case(p.batch, p.heads_q, p.heads_k, p.seqlen_q, p.seqlen_k, p.head_dim, p.head_dim_v, p.causal)
-        one = sum(p.operand_bytes().values())
-        count = max(1, min(MAX_INPUT_SETS, -(-4 * self.device.l2_bytes // one)))
-        sets = [tuple(t.detach() for t in make_inputs(case, p.dtype, self.where, seed)) for seed in range(count)]
+        sets = [tuple(t.detach() for t in make_inputs(case, p.dtype, self.where, seed)) for seed in range(input_sets(p, self.device))]
         rows = rows_that_fit(case, self.where)
         cuts = [_expected(Cut(b, h, 1, rows), case, sets[0], backward) for b, h in sorted({(0, 0), (p.batch - 1, p.heads_k - 1)})]
         forwards = []
@@ -214,6 +237,12 @@ class GpuMeasurer:
             plan = self._plan(forward, p, default(forward, self.device))
             forwards = [tuple(self._launch(forward, plan, _inputs(one), one[3], None).values()) for one in sets]
         return _Data(name, case, sets, forwards, cuts, {})
+
+
+def input_sets(problem: Problem, device: Device) -> int:
+    """How many rotating copies of a call's tensors together exceed the last cache four times over."""
+    one = sum(problem.operand_bytes().values())
+    return max(1, min(MAX_INPUT_SETS, -(-4 * device.l2_bytes // max(1, one))))
 
 
 def replace_bucket(key: Key) -> Key:

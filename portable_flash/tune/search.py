@@ -1,7 +1,8 @@
 """The fastest candidate of a key with few measurements: a gate, then successive halving, then a final beside the default.
 
 Successive halving (Jamieson and Talwalkar 2016) gives every candidate a little time, keeps the faster part, and gives that part
-more. The default tiling is kept to the end whatever its time, so that both figures of an entry are of the same rounds.
+more. After the first round the neighbours of the fastest join: what the model that chose the candidates did not foresee is mostly
+one step from what it did. The default tiling is kept to the end, so that both figures of an entry are of the same rounds.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from ..tiling import Tiling
-from .journal import Journal
+from ..worker import CONTINUES, WorkerError
+from .journal import Journal, Record
 from .keys import Key
 from .measure import Check
 from .space import simplicity
-from ..worker import WorkerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +36,17 @@ class Rung:
 class Settings:
     """How a search measures."""
 
-    rungs: tuple[Rung, ...] = (Rung(2, 0.002, 0.4), Rung(4, 0.004, 0.5))
+    first: Rung = Rung(2, 0.002, 0.4)
+    second: Rung = Rung(3, 0.003, 0.25)  # with the neighbours
     final: Rung = Rung(12, 0.006, 1.0)
     finalists: int = 2  # beside the default
+    leaders: int = 2  # whose neighbours join
     tie: float = 0.01  # medians closer than this are equal: the default, then the simpler tiling, is taken
     accuracy_multiple: float = 2.0  # of the most accurate candidate's error ratio; never held below 1, PyTorch's own error
     check_timeout_s: float = 60.0  # wall time of one candidate's gate, its compilation included where it was not compiled before
+    prepare_timeout_s: float = 120.0  # wall time of making a key's inputs and oracle
     time_timeout_s: float = 20.0  # wall time of one candidate in one rung
-    key_limit_s: float = 10.0  # wall time of a key; past it the rungs after the first are skipped
+    key_limit_s: float = 10.0  # wall time of a key; past it nothing but the final follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ class Found:
     rejected: list[Rejected] = field(default_factory=list)
     checks: dict[Tiling, Check] = field(default_factory=dict)
     tried: int = 0
-    gpu_s: float = 0.0  # wall time of the requests to the measuring process
+    gpu_s: float = 0.0  # wall time of the requests to the measuring process, its start and the preparation of data left out
 
     @property
     def best(self) -> Timed | None:
@@ -96,16 +101,25 @@ class Recorded:
 
     def __init__(self, worker: Asked, journal: Journal, settings: Settings, stop: Callable[[], bool] = lambda: False):
         self.worker, self.journal, self.settings, self.stop = worker, journal, settings, stop
-        self.gpu_s = 0.0
-        self.asked = 0
+        self.gpu_s = 0.0  # of checks, probes and timings
+        self.prepare_s = 0.0  # of what every candidate of a key shares: a worker's start, inputs, oracle
+        self.prepared: Key | None = None
 
-    def _call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+    def _call(self, method: str, key: Key, *arguments: Any, timeout_s: float) -> Any:
         if self.stop():
             raise Stopped
         start = time.monotonic()
-        self.asked += 1
         try:
-            return self.worker.call(method, *arguments, timeout_s=timeout_s)
+            if self.prepared != key:
+                self.worker.call("prepare", key, timeout_s=self.settings.prepare_timeout_s)
+                self.prepared = key
+                self.prepare_s += time.monotonic() - start
+                start = time.monotonic()
+            return self.worker.call(method, key, *arguments, timeout_s=timeout_s)
+        except WorkerError as error:
+            if error.kind != CONTINUES:
+                self.prepared = None  # the next process has nothing
+            raise
         finally:
             self.gpu_s += time.monotonic() - start
 
@@ -119,15 +133,17 @@ class Recorded:
             except WorkerError as error:
                 known = [asdict(Check(False, error.reason)), error.kind]
             known[0]["error_ratio"] = _finite(known[0]["error_ratio"])
-            self.journal.put(method, key, known, tiling)
+            self.journal.put(Record(method, key, tiling, known))
         return Check(**known[0]), known[1]
 
     def time(self, key: Key, tilings: Iterable[Tiling], rung: Rung, level: int) -> tuple[dict[Tiling, list[float]], list[Rejected]]:
-        """Samples in microseconds by tiling. Candidates are timed side by side; if that ends the worker, one by one."""
-        tilings = list(tilings)
+        """Samples in microseconds by tiling. Candidates are timed side by side; if that ends the worker, one by one. Known are the
+        times of all or none: what was timed in another company, at other clocks, is no match."""
+        tilings, rejected = list(tilings), []
         samples = {t: known for t in tilings if (known := self.journal.get("time", key, t, level)) is not None}
-        rest, rejected = [t for t in tilings if t not in samples], []
-        batches = [rest] if rest else []
+        if len(samples) == len(tilings):
+            return samples, rejected
+        batches, samples = [tilings], {}
         while batches:
             batch = batches.pop(0)
             try:
@@ -138,60 +154,100 @@ class Recorded:
                     batches += [[t] for t in batch]
                     continue
                 rejected.append(Rejected(batch[0], error.kind, error.reason))
-                self.journal.put("check", key, [asdict(Check(False, error.reason)), error.kind], batch[0])
+                self.journal.put(Record("check", key, batch[0], [asdict(Check(False, error.reason)), error.kind]))
                 continue
-            for tiling, values in zip(batch, found, strict=True):
-                samples[tiling] = [round(v, 3) for v in values]
-                self.journal.put("time", key, samples[tiling], tiling, level)
+            new = {tiling: [round(v, 3) for v in values] for tiling, values in zip(batch, found, strict=True)}
+            self.journal.put(*(Record("time", key, tiling, values, level) for tiling, values in new.items()))
+            samples |= new
         return samples, rejected
 
 
-def search(key: Key, candidates: Iterable[Tiling], ask: Recorded, settings: Settings, exhaustive: bool = False) -> Found:
-    """Gate, then halve, then the final; the default is the first candidate. exhaustive: every candidate is in the final.
+class Search:
+    """The search of one key, in two halves, so that between them whoever runs it can compile what joins. Raises Stopped."""
 
-    Raises Stopped.
-    """
-    candidates = list(dict.fromkeys(candidates))
-    default, found, before, start = candidates[0], Found(key, tried=len(candidates)), ask.gpu_s, time.monotonic()
-    alive = _gate(key, candidates, ask, settings, found)
-    level = 0
-    for rung in () if exhaustive else settings.rungs:
-        late = level > 0 and time.monotonic() - start > settings.key_limit_s
-        if len(alive) <= settings.finalists + (default in alive) or late:
-            break
-        samples, rejected = ask.time(key, alive, rung, level)
-        found.rejected += rejected
+    def __init__(self, key: Key, candidates: Iterable[Tiling], ask: Recorded, settings: Settings, exhaustive: bool = False):
+        """candidates: the default first. exhaustive: every candidate is in the final."""
+        self.key, self.candidates, self.ask, self.settings = key, list(dict.fromkeys(candidates)), ask, settings
+        self.default, self.exhaustive = self.candidates[0], exhaustive
+        self.found = Found(key, tried=len(self.candidates))
+        self.alive: list[Tiling] = []  # best first, as far as is known
+        self._limit: float | None = None  # of the error ratio
+        self._spent_s = 0.0  # wall time
+
+    def first(self) -> list[Tiling]:
+        """Gate and first round; returns the fastest, whose neighbours are worth trying."""
+        with self._timed():
+            self.alive = self._gate(self.candidates)
+            if self.exhaustive or len(self.alive) < 2:
+                return []
+            self._halve(self.settings.first, 0)
+            return self.alive[: self.settings.leaders]
+
+    def finish(self, joining: Iterable[Tiling] = ()) -> Found:
+        """The rounds that are left, with `joining` among the candidates; what is found."""
+        with self._timed():
+            late = self._spent_s > self.settings.key_limit_s
+            new = [] if late else [t for t in dict.fromkeys(joining) if t not in self.candidates]
+            self.found.tried += len(new)
+            self.alive += self._gate(new)
+            if not self.exhaustive:
+                if not late and len(self.alive) > self.settings.finalists + (self.default in self.alive):
+                    self._halve(self.settings.second, 1)
+                best = [t for t in self.alive if t != self.default][: self.settings.finalists]
+                self.alive = best + [t for t in self.alive if t == self.default]
+            samples, rejected = self.ask.time(self.key, self.alive, self.settings.final, 100)  # its own level: no continuation of a rung
+            self.found.rejected += rejected
+            timed = [_timed(t, values) for t, values in samples.items()]
+            self.found.ranking = better(timed, self.default, self.settings.tie)
+            self.found.default = next((t for t in timed if t.tiling == self.default), None)
+        return self.found
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        gpu_s, start = self.ask.gpu_s, time.monotonic()
+        try:
+            yield
+        finally:
+            self.found.gpu_s += self.ask.gpu_s - gpu_s
+            self._spent_s += time.monotonic() - start
+
+    def _halve(self, rung: Rung, level: int) -> None:
+        samples, rejected = self.ask.time(self.key, self.alive, rung, level)
+        self.found.rejected += rejected
         ordered = sorted(samples, key=lambda t: statistics.median(samples[t]))
-        count = max(settings.finalists + 1, math.ceil(rung.keep * len(ordered)))
-        alive = [t for t in ordered if t in ordered[:count] or t == default]
-        level += 1
-    if not exhaustive:
-        alive = [t for t in alive if t != default][: settings.finalists] + [t for t in alive if t == default]
-    samples, rejected = ask.time(key, alive, settings.final, 100)  # its own level: a final is no continuation of a rung
-    found.rejected += rejected
-    timed = [_timed(t, values) for t, values in samples.items()]
-    found.ranking = better(timed, default, settings.tie)
-    found.default = next((t for t in timed if t.tiling == default), None)
-    found.gpu_s = ask.gpu_s - before
-    return found
+        count = max(self.settings.finalists + 1, math.ceil(rung.keep * len(ordered)))
+        self.alive = [t for t in ordered if t in ordered[:count] or t == self.default]
+
+    def _gate(self, tilings: list[Tiling]) -> list[Tiling]:
+        """Those that are right, and about as accurate as the most accurate of the first ones."""
+        found, right = self.found, []
+        for tiling in tilings:
+            check, kind = self.ask.judge("check", self.key, tiling)
+            if check.ok:
+                found.checks[tiling] = check
+                right.append(tiling)
+            else:
+                found.rejected.append(Rejected(tiling, kind, check.reason))
+        if self._limit is None:
+            ratios = [c.error_ratio for c in found.checks.values() if c.error_ratio is not None]
+            self._limit = max(1.0, self.settings.accuracy_multiple * min(ratios, default=1.0))
+        for tiling in list(right):
+            ratio = found.checks[tiling].error_ratio
+            if ratio is not None and ratio > self._limit:
+                right.remove(tiling)
+                del found.checks[tiling]
+                why = f"its error is {ratio:.3g} of PyTorch's, the limit here is {self._limit:.3g}"
+                found.rejected.append(Rejected(tiling, "inaccurate", why))
+        return right
 
 
-def _gate(key: Key, candidates: list[Tiling], ask: Recorded, settings: Settings, found: Found) -> list[Tiling]:
-    """Those that are right, and about as accurate as the most accurate one."""
-    for tiling in candidates:
-        check, kind = ask.judge("check", key, tiling)
-        if check.ok:
-            found.checks[tiling] = check
-        else:
-            found.rejected.append(Rejected(tiling, kind, check.reason))
-    ratios = [c.error_ratio for c in found.checks.values() if c.error_ratio is not None]
-    limit = max(1.0, settings.accuracy_multiple * min(ratios, default=1.0))
-    for tiling, check in list(found.checks.items()):
-        if check.error_ratio is not None and check.error_ratio > limit:
-            del found.checks[tiling]
-            why = f"its error is {check.error_ratio:.3g} of PyTorch's, the limit here is {limit:.3g}"
-            found.rejected.append(Rejected(tiling, "inaccurate", why))
-    return list(found.checks)
+def search(
+    key: Key, candidates: Iterable[Tiling], ask: Recorded, settings: Settings, exhaustive: bool = False,
+    neighbours: Callable[[list[Tiling]], Iterable[Tiling]] = lambda leaders: (),
+) -> Found:  # fmt: skip
+    """Both halves at once. neighbours(leaders): what joins. Raises Stopped."""
+    one = Search(key, candidates, ask, settings, exhaustive)
+    return one.finish(neighbours(one.first()))
 
 
 def better(timed: list[Timed], default: Tiling, tie: float) -> list[Timed]:

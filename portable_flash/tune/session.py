@@ -1,7 +1,8 @@
 """A whole run: keys in, entries of the database out. Compiling, measuring and probing overlap; every worker has a thread here.
 
-Groups of keys that share compiled code move through three stages: compile the candidates, search every key, then compile and
-probe the winners at an odd shape. A group that another dtype of the same size went before starts from what that one found.
+Groups of keys that share compiled code move through stages: compile the candidates, time them a little, compile the neighbours of
+the fastest, finish the search, compile the winners for an odd shape, probe them there. While one group compiles, another is
+measured. A group that another dtype of the same size went before starts from what that one found.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from ..database import Blocked, Entry
 from ..device import Device
 from ..tiling import Tiling
 from .compiling import Compiled, Job
-from .journal import Journal
+from .journal import Journal, Record
 from .keys import DEFAULT_BUCKETS, DTYPES, Key
-from .search import Asked, Found, Recorded, Rejected, Settings, Stopped, Timed, probed, search
-from .space import SHORTLIST, allows, default, known_tilings, shortlist, space
+from .search import Asked, Found, Recorded, Rejected, Search, Settings, Stopped, Timed, probed
+from .space import JOINING, SHARE, SHORTLIST, allows, default, known_tilings, neighbours, shortlist, space
 from .writer import Update, tiling_entry
 
 LOOKAHEAD = 4  # groups that are compiled before they are measured, a worker
-PRIOR = 4  # tilings that a group takes from its peer of another dtype, beside each default
+PRIOR = 4  # tilings that a group takes from its peer of another dtype, beside each default; as many neighbours join
+FEWEST = 6  # candidates, however small the space
 SAVE_EVERY_S = 20.0
 BLOCKING = ("wrong", "fault", "hang")  # what is worth a line in `blocked`
 
@@ -85,10 +87,19 @@ class Report:
 class _Group:
     keys: list[Key]
     candidates: dict[Key, tuple[Tiling, ...]]
-    futures: dict[Tiling, Future[Compiled]]
+    compiled: dict[Tiling, Future[Compiled]]
     support: list[Future[Compiled]] = field(default_factory=list)  # forward kernels that a backward measurement calls first
+    searches: list[Search] = field(default_factory=list)
+    joining: dict[Key, tuple[Tiling, ...]] = field(default_factory=dict)
     found: list[Found] = field(default_factory=list)
     probes: list[Future[Compiled]] = field(default_factory=list)
+
+    def futures(self) -> list[Future[Compiled]]:
+        """What the next stage waits for."""
+        return [*self.compiled.values(), *self.support, *self.probes]
+
+    def ready(self) -> bool:
+        return all(future.done() for future in self.futures())
 
 
 class Session:
@@ -171,35 +182,33 @@ class Session:
             self._interrupted.set()
 
     def _drive_groups(self, node: Node) -> None:
-        compiling: collections.deque[_Group] = collections.deque()
-        probing: collections.deque[_Group] = collections.deque()
+        starting, joining, probing = (collections.deque[_Group]() for _ in range(3))
         ask = Recorded(node.worker, self.journal, self.settings, self.stopped)
         try:
             while not self.stopped():
-                while len(compiling) < LOOKAHEAD and (keys := self._take(busy=bool(compiling or probing))):
-                    compiling.append(self._submit(node, keys))
-                if not compiling and not probing:
-                    return
-                if probing and all(f.done() for f in probing[0].probes):
+                while len(starting) < LOOKAHEAD and (keys := self._take(busy=bool(starting or joining or probing))):
+                    starting.append(self._submit(node, keys))
+                if probing and probing[0].ready():
                     self._finish(node, probing.popleft(), ask)
-                elif compiling and all(f.done() for f in (*compiling[0].futures.values(), *compiling[0].support)):
-                    group = compiling.popleft()
-                    self._measure(node, group, ask)
-                    self._submit_probes(node, group)
-                    probing.append(group)
+                elif joining and joining[0].ready():
+                    self._measure(node, joining[0], ask)
+                    probing.append(joining.popleft())
+                elif starting and starting[0].ready():
+                    self._begin(node, starting[0], ask)
+                    joining.append(starting.popleft())
+                elif futures := [f for stage in (starting, joining, probing) if stage for f in stage[0].futures() if not f.done()]:
+                    wait(futures, timeout=0.5, return_when=FIRST_COMPLETED)
                 else:
-                    futures = list(probing[0].probes) if probing else []
-                    futures += [*compiling[0].futures.values(), *compiling[0].support] if compiling else []
-                    wait([f for f in futures if not f.done()], timeout=0.5, return_when=FIRST_COMPLETED)
+                    return
         finally:
             ask.stop = lambda: False
             for group in probing:  # measured already: what a probe needs is little
-                if self._failure is None and all(f.done() for f in group.probes):
+                if self._failure is None and group.ready():
                     self._finish(node, group, ask)
             with self._lock:
-                self.report.gpu_s += ask.gpu_s
-            for group in compiling:
-                for future in (*group.futures.values(), *group.support):
+                self.report.gpu_s += ask.gpu_s + ask.prepare_s
+            for group in (*starting, *joining):
+                for future in group.futures():
                     future.cancel()
 
     def _take(self, busy: bool) -> list[Key] | None:
@@ -208,7 +217,9 @@ class Session:
             if not self._waiting or (busy and any(peer in self._under_way for peer in _peers(self._waiting[0][0]))):
                 return None
             self._under_way.add(self._waiting[0][0].group)
-            return self._waiting.popleft()
+            keys = self._waiting.popleft()
+        self.journal.refresh()  # another run may have shared what it found
+        return keys
 
     # -------------------------------------------------------------- stages
     def candidates(self, keys: list[Key]) -> dict[Key, tuple[Tiling, ...]]:
@@ -218,7 +229,7 @@ class Session:
             return {k: tuple(dict.fromkeys((*shortlist(k, self.device, 1, (), blocked), *space(k, self.device)))) for k in keys}
         middle = min(keys, key=lambda k: abs(k.seqlen - 4096))
         prior = self._prior(keys)
-        count = min(self.count, PRIOR + 1) if prior else self.count
+        count = min(self.count, PRIOR + 1) if prior else min(self.count, max(FEWEST, round(SHARE * len(space(middle, self.device)))))
         known = [t for k in keys for t in known_tilings(k, self.device)]
         shared = shortlist(middle, self.device, count, (*prior, *known), blocked)
         own = {k: (*shortlist(k, self.device, 1, (), blocked), *(t for t in shared if allows(k, t, self.device))) for k in keys}
@@ -237,12 +248,20 @@ class Session:
 
     def _submit(self, node: Node, keys: list[Key]) -> _Group:
         candidates = self.candidates(keys)
-        needed = {t: k for k in reversed(keys) for t in candidates[k] if self.journal.get("check", k, t) is None}
-        jobs = [Job(k.backend, k.kernel, k.problem(), t, self.device) for t, k in needed.items()]
-        support = node.compile(self._support(keys)) if needed else []
-        return _Group(keys, candidates, dict(zip(needed, node.compile(jobs), strict=True)), support)
+        compiled = self._compile(node, {k: candidates[k] for k in keys})
+        return _Group(keys, candidates, compiled, node.compile(self.support(keys)) if compiled else [])
 
-    def _support(self, keys: list[Key]) -> list[Job]:
+    def _compile(self, node: Node, tilings: Mapping[Key, Iterable[Tiling]]) -> dict[Tiling, Future[Compiled]]:
+        """Of one group, those that the journal has no verdict on: each once, for the first key that wants it."""
+        needed: dict[Tiling, Key] = {}
+        for key, several in tilings.items():
+            for tiling in several:
+                if self.journal.get("check", key, tiling) is None:
+                    needed.setdefault(tiling, key)
+        jobs = [Job(k.backend, k.kernel, k.problem(), t, self.device) for t, k in needed.items()]
+        return dict(zip(needed, node.compile(jobs), strict=True))
+
+    def support(self, keys: list[Key]) -> list[Job]:
         """The default forward kernels whose results the backward kernels of these keys start from."""
         if keys[0].kernel == "forward":
             return []
@@ -252,26 +271,49 @@ class Session:
         odd = Job(short.backend, "forward", short.probe(), default(short, self.device), self.device, "bshd")
         return [*ordinary.values(), odd]
 
-    def _measure(self, node: Node, group: _Group, ask: Recorded) -> None:
-        compiled = {t: f.result() for t, f in group.futures.items()}
+    def _failed(self, group: _Group) -> dict[Tiling, str]:
+        """Why those that do not compile do not."""
+        compiled = {t: f.result() for t, f in group.compiled.items()}
         failed = {t: c.reason for t, c in compiled.items() if not c.ok}
-        if compiled and len(failed) == len(compiled):
-            why = next(iter(failed.values()))
-            self.tell(Event("note", f"none of {len(compiled)} candidates compiled ahead: {why}; the worker tries"))
-            failed = {}
+        if len(failed) < max(2, len(compiled)):
+            return failed
+        self.tell(Event("note", f"none of {len(compiled)} candidates compiled ahead: {next(iter(failed.values()))}; the worker tries"))
+        return {}
+
+    def _begin(self, node: Node, group: _Group, ask: Recorded) -> None:
+        """The first half of every key's search; then the neighbours of the fastest compile."""
+        failed = self._failed(group)
         for key in group.keys:
             self.tell(Event("search", f"{len(group.candidates[key])} candidates", key, node=node.name))
             right = [t for t in group.candidates[key] if t not in failed]
             if not right:
                 self.tell(Event("note", "no candidate compiles", key))
                 continue
-            found = search(key, right, ask, self.settings, self.exhaustive)
-            found.rejected += [Rejected(t, "error", failed[t]) for t in group.candidates[key] if t in failed]
-            for one in found.rejected:
-                self.tell(Event("rejected", f"{one.tiling}: {one.kind}: {one.reason}", key, node=node.name))
-            group.found.append(found)
+            one = Search(key, right, ask, self.settings, self.exhaustive)
+            one.found.rejected += [Rejected(t, "error", failed[t]) for t in group.candidates[key] if t in failed]
+            group.searches.append(one)
+            group.joining[key] = self.joining(key, one.first(), group.candidates[key])
+        group.compiled, group.support = self._compile(node, group.joining), []
 
-    def _submit_probes(self, node: Node, group: _Group) -> None:
+    def joining(self, key: Key, leaders: list[Tiling], known: Iterable[Tiling]) -> tuple[Tiling, ...]:
+        """What joins a search after its first round."""
+        known, blocked = tuple(known), self.blocked.get((key.backend, key.kernel), ())
+        few = PRIOR if len(known) <= PRIOR + 2 else None
+        joining = neighbours(key, self.device, leaders, known, min(few or JOINING, self.count)) if leaders else ()
+        return tuple(t for t in joining if not any(b(t) for b in blocked))
+
+    def _measure(self, node: Node, group: _Group, ask: Recorded) -> None:
+        """The second half; then the winners compile for the odd shape."""
+        failed = self._failed(group)
+        for one in group.searches:
+            joining = group.joining[one.key]
+            self.tell(Event("search", f"{len(one.alive)} candidates and {len(joining)} neighbours", one.key, node=node.name))
+            found = one.finish(t for t in joining if t not in failed)
+            found.rejected += [Rejected(t, "error", failed[t]) for t in joining if t in failed]
+            for rejected in found.rejected:
+                self.tell(Event("rejected", f"{rejected.tiling}: {rejected.kind}: {rejected.reason}", one.key, node=node.name))
+            group.found.append(found)
+        group.compiled = {}
         needed = {found.best.tiling: found.key for found in group.found if found.best}
         unknown = {t: k for t, k in needed.items() if self.journal.get("probe", k, t) is None}
         group.probes = node.compile([Job(k.backend, k.kernel, k.probe(), t, self.device, "bshd") for t, k in unknown.items()])
@@ -281,13 +323,15 @@ class Session:
         for found in group.found:
             for timed in found.ranking:  # the odd shape is the same for all buckets: one probe a tiling
                 if (other := judged.get(timed.tiling)) and self.journal.get("probe", found.key, timed.tiling) is None:
-                    self.journal.put("probe", found.key, self.journal.get("probe", other, timed.tiling), timed.tiling)
+                    self.journal.put(Record("probe", found.key, timed.tiling, self.journal.get("probe", other, timed.tiling)))
             before = len(found.rejected)
             chosen = probed(found, ask)
             judged |= {t: found.key for t in (chosen.tiling if chosen else None, *(r.tiling for r in found.rejected[before:])) if t}
             for one in found.rejected[before:]:
                 self.tell(Event("rejected", f"{one.tiling}: {one.kind}: {one.reason}", found.key, node=node.name))
             outcome = Outcome(found.key, found, chosen)
+            medians = {t.tiling: t.median_us for t in found.ranking}
+            self.journal.finish(found.key, medians, [r.tiling for r in found.rejected])
             with self._lock:
                 self._finished[found.key] = outcome
             self.tell(Event("key", key=found.key, outcome=outcome, node=node.name))

@@ -69,11 +69,11 @@ def _varied(ordered: Iterable[Tiling], later: list[Tiling]) -> Iterator[Tiling]:
             later.append(tiling)
 
 
-def neighbours(key: Key, device: Device, leaders: Iterable[Tiling], known: Iterable[Tiling], count: int | None = None) -> tuple[Tiling, ...]:
+def neighbours(key: Key, device: Device, leaders: Iterable[Tiling], known: Iterable[Tiling], count: int = JOINING) -> tuple[Tiling, ...]:
     """Tilings of the space that are one step from a leader and not known: a switch turned, a stage more or less, the warps or a block
     doubled or halved, alone or one block together with the warps. The leaders' in turn, those that the model prefers first."""
     everything, taken, problem = space(key, device), set(known), key.problem()
-    count = min(JOINING, max(2, round(len(everything) * SHARE * 2 / 3))) if count is None else count
+    count = min(count, max(2, round(len(everything) * SHARE * 2 / 3)))
     ordered = sorted(everything, key=lambda t: (cost(t, key.kernel, problem, device), simplicity(t)))
     queues = [[t for t in ordered if _one_step(t, leader)] for leader in leaders]
     chosen: dict[Tiling, None] = {}

@@ -96,9 +96,8 @@ def test_resume_repeats_no_finished_measurement(tmp_path):
     path = tmp_path / "journal.jsonl"
     journal = Journal(path, {"device": "x"})
     first, worker, _ = run(journal=journal)
-    journal.close()
     with path.open("a") as file:
-        file.write('{"kind": "time", "key": "torn')  # what a crash leaves
+        file.write('{"op_code": 8, "torn')  # what a crash leaves
     again, silent, _ = run(journal=Journal(path, {"device": "x"}, resume=True))
     assert worker.requests and not silent.requests
     assert again.ranking == first.ranking
@@ -117,7 +116,6 @@ def test_a_run_stopped_anywhere_goes_on_where_it_was(tmp_path):
         before, rest = InProcess(), InProcess()
         with pytest.raises(Stopped):
             search(KEY, TRIED, Recorded(before, journal, settings, stop), settings)
-        journal.close()
         search(KEY, TRIED, Recorded(rest, Journal(path, {}, resume=True), settings), settings)
         assert [(m, str(a)) for m, a in (*before.requests, *rest.requests)] == whole
 
@@ -129,9 +127,10 @@ def test_without_resume_the_journal_starts_afresh_and_another_identity_is_refuse
     with pytest.raises(JournalError, match="another triton"):
         Journal(path, {"triton": "3.7"}, resume=True)
     assert not Journal(path, {"triton": "3.6"}).known
-    path.write_text('{"journal": 1, "triton": "3.6"}\n[1]\n')
-    with pytest.raises(JournalError, match="line 2"):
-        Journal(path, {"triton": "3.6"}, resume=True)
+    for foreign in ('{"journal": 1, "triton": "3.6"}\n', "[1]\n", "x\ny\n"):
+        path.write_text(foreign)
+        with pytest.raises(JournalError, match="without --resume"):
+            Journal(path, {"triton": "3.6"}, resume=True)
 
 
 # ------------------------------------------------------------------ a run of many keys
@@ -150,7 +149,7 @@ def test_every_key_gets_its_outcome_and_other_dtypes_start_from_what_was_found()
     tried = {o.key: o.found.tried for o in report.outcomes}
     for key, count in tried.items():
         if key.dtype == "fp16":
-            assert count <= 6 < tried[replace(key, dtype="bf16")]
+            assert count <= 10 < tried[replace(key, dtype="bf16")]  # 5, perhaps a default of its own, and 4 neighbours
     for outcome in report.outcomes:
         assert outcome.speedup >= 0.99
 
