@@ -19,10 +19,10 @@ import stat
 import sys
 import zlib
 from collections.abc import Callable, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from . import summary
 from .report import LEVELS, SCHEMA, Report, to_json, together, verdict_of
 
 MAX_BYTES = 16 << 20  # of a document; a run with every check on a host of 8 devices takes about 1 MB
@@ -59,14 +59,6 @@ def read(source: str | os.PathLike[str] | bytes, label: str | None = None) -> Re
         raise ReportError(f"{label}: nested too deeply") from None
     _check(report, label)
     return report
-
-
-def started(report: Report) -> datetime:
-    """When the run began. Raises ValueError for a text that is no ISO 8601 time with a time zone."""
-    time = datetime.fromisoformat(report.started.replace("Z", "+00:00"))
-    if time.tzinfo is None:
-        raise ValueError(f"{report.started!r} has no time zone")
-    return time
 
 
 def schema() -> dict[str, Any]:
@@ -195,7 +187,7 @@ def _check(report: Report, label: str) -> None:
     if report.level not in LEVELS:
         raise ReportError(f"{label}: level {report.level!r}: allowed are {', '.join(LEVELS)}")
     try:
-        started(report)
+        summary.started(report)
     except ValueError:
         raise ReportError(f"{label}: started {report.started[:40]!r}: no ISO 8601 time with a time zone") from None
     if len(report.devices) > MAX_DEVICES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from datetime import datetime
 
 from .report import Check, DeviceReport, Report
 
@@ -28,6 +29,11 @@ def counts(checks: Iterable[Check]) -> dict[str, int]:
     return {status: found[status] for status in STATUSES}
 
 
+def tally(checks: Iterable[Check]) -> str:
+    """"1 fail, 75 pass"; "no checks"."""
+    return ", ".join(f"{count} {status}" for status, count in counts(checks).items() if count) or "no checks"
+
+
 def groups(checks: Iterable[Check]) -> dict[str, list[Check]]:
     """Checks by group, in the order in which groups come first."""
     found: dict[str, list[Check]] = {}
@@ -40,6 +46,15 @@ def attention(checks: Iterable[Check]) -> list[Check]:
     """Checks that are no pass and apply here, worst first: by status, then severity, then in the order in which they ran."""
     listed = [check for check in checks if check.status not in ("pass", "skipped")]
     return sorted(listed, key=lambda check: (STATUSES.index(check.status), SEVERITIES.index(check.severity)))
+
+
+def skipped(checks: Iterable[Check]) -> dict[str, list[str]]:
+    """Ids of the checks that do not apply, by the reason given."""
+    found: dict[str, list[str]] = {}
+    for check in checks:
+        if check.status == "skipped":
+            found.setdefault(check.detail or "does not apply", []).append(check.id)
+    return found
 
 
 def share(check: Check) -> float | None:
@@ -67,11 +82,13 @@ def number(value: float | None) -> str:
 
 
 def measured(check: Check) -> str:
-    """"1.02 of 2 x PyTorch's error, at most"; empty where nothing was measured."""
-    text = number(check.measured)
+    """"1.02, limit 2 (x PyTorch's error, at most)"; empty where nothing was measured."""
+    parts = [number(check.measured)] if check.measured is not None else []
     if check.limit is not None:
-        text = f"{text or 'limit'} of {number(check.limit)}" if text else f"limit {number(check.limit)}"
-    return f"{text} {check.unit}".strip() if text else ""
+        parts.append(f"limit {number(check.limit)}")
+    if not parts or not check.unit:
+        return ", ".join(parts)
+    return f"{', '.join(parts)} ({check.unit})" if check.limit is not None else f"{parts[0]} {check.unit}"
 
 
 def device_name(device: DeviceReport) -> str:
@@ -80,8 +97,27 @@ def device_name(device: DeviceReport) -> str:
     return f"{'CPU' if identity.index is None else f'GPU {identity.index}'}: {identity.name}"
 
 
+def clean(text: str, most: int = 2000) -> str:
+    """A text of a report, harmless in a terminal and legal in XML: control characters, unpaired surrogates and marks that turn the
+    direction of writing are shown as escapes, line ends become spaces, and what is beyond `most` characters is left out."""
+    text = " ".join(text.split("\n")) if "\n" in text else text
+    if len(text) > most:
+        text = f"{text[:most]}... ({len(text) - most} more)"
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+
+
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def started(report: Report) -> datetime:
+    """When the run began. Raises ValueError for a text that is no ISO 8601 time with a time zone."""
+    time = datetime.fromisoformat(report.started.replace("Z", "+00:00"))
+    if time.tzinfo is None:
+        raise ValueError(f"{report.started!r} has no time zone")
+    return time
 
 
 def headline(report: Report) -> str:
@@ -89,6 +125,8 @@ def headline(report: Report) -> str:
     total = len(report.devices)
     if not total:
         return "No device was validated."
+    if total == 1:
+        return f"{device_name(report.devices[0])}: {tally(report.devices[0].checks)}."
     by = Counter(device.verdict for device in report.devices)
     parts = [f"{by[key]} {text}" for key, text in (("fail", "failed"), ("no_verdict", "without a verdict"), ("pass", "passed")) if by[key]]
     return f"{plural(total, 'device')}: {', '.join(parts)}."
