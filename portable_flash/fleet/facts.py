@@ -91,32 +91,33 @@ def _device(report: Report, device: DeviceReport, source: str, started: float, n
         if check.status == "fail":
             facts.detail = facts.detail or clean(check.detail)
             facts.failed.append(names.number(clean(check.id)))
-        kind, value = _number(check)
+        kind, question, value = _number(check, device.identity.vendor)
         if kind:
             checks, values = facts.numbers.setdefault(kind, (array("i"), array("d")))
-            checks.append(names.number(clean(check.id)))
+            checks.append(names.number(clean(question)))
             values.append(min(max(value, -GREATEST), GREATEST))
     for aspect, value in _versions(report, device):
         facts.versions.extend((names.number(aspect), names.number(clean(value))))
     for digest in device.digests:
-        question = "\0".join((digest.key, digest.case, digest.tensor, digest.backend))
+        question = "\0".join(clean(part) for part in (digest.key, digest.case, digest.tensor, digest.backend))
         facts.questions.append(names.number(question))
-        facts.answers.append(names.number(digest.sha256))
+        facts.answers.append(names.number(clean(digest.sha256)))
     return facts
 
 
-def _number(check: Check) -> tuple[str, float]:
-    """Which measure of robust.MEASURES this check's number belongs to ("": none), and the number."""
-    if check.status not in RATED or check.measured is None or "at least" in check.unit:
-        return "", 0.0
-    if check.group in ("accuracy", "backends"):
-        return "error", check.measured
-    if check.group == "repeatability":
-        return "repeatability", check.measured
+def _number(check: Check, vendor: str) -> tuple[str, str, float]:
+    """Which measure of robust.MEASURES this check's number belongs to ("": none), what it is comparable with, and the number."""
     if check.group == "speed":
-        time = check.data.get("median_us")
-        return "slow", float(time) if isinstance(time, (int, float)) else check.measured
-    return "", 0.0
+        # a time is of use to its peers also where no record exists; a CPU's is not, for it depends on all that runs there
+        time = check.data.get("measured_us")
+        if vendor != "cpu" and not check.id.startswith("speed/node/") and isinstance(time, (int, float)) and time > 0:
+            return "slow", f"{check.id} {check.data.get('tiling')}", float(time)
+    elif check.status in RATED and check.measured is not None and "at least" not in check.unit:
+        if check.group in ("accuracy", "backends"):
+            return "error", check.id, check.measured
+        if check.group == "repeatability":
+            return "repeatability", check.id, check.measured
+    return "", "", 0.0
 
 
 def _versions(report: Report, device: DeviceReport) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from ..validate.summary import number, plural
 from .findings import WEIGHTS, Finding, FleetReport, Model
 
 KINDS = {
-    "failed": "failed its validation", "minority": "other bits than its kind", "error": "error of an outlier",
+    "failed": "failed its validation", "minority": "other bits than its kind", "error": "larger error than its kind",
     "repeatability": "does not repeat", "slow": "slow", "tie": "bits differ, no majority", "no_verdict": "no verdict", "missing": "missing",
     "refused": "report refused", "drift": "drifted", "unexpected": "not expected", "duplicate": "reported more than once",
 }  # fmt: skip
