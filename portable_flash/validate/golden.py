@@ -134,8 +134,15 @@ def _golden(parts: dict[str, _Cursor]) -> Golden:
         }
         for name, case in (parts["digests"].mapping().items() if "digests" in parts else ())
     }
-    speed = {_named(v, n): float(v.number()) for n, v in (parts["speed_us"].mapping().items() if "speed_us" in parts else ())}
+    speed = {_named(v, n): _positive(v) for n, v in (parts["speed_us"].mapping().items() if "speed_us" in parts else ())}
     return Golden(of, digests, speed)
+
+
+def _positive(cursor: _Cursor) -> float:
+    value = cursor.number()
+    if value > 1e15:
+        cursor.fail("too large for microseconds")
+    return float(value)
 
 
 def _named(cursor: _Cursor, name: str) -> str:
