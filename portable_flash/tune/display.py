@@ -8,20 +8,8 @@ import threading
 import time
 from typing import Any, TextIO
 
-from .session import Event, Outcome
-
-
-def outcome_facts(outcome: Outcome) -> dict[str, Any]:
-    """An outcome as JSON types. Times in microseconds, gpu_s in seconds."""
-    chosen, default = outcome.chosen, outcome.found.default
-    return {
-        "key": str(outcome.key), "use": chosen.tiling.as_dict() if chosen else None, "median_us": chosen.median_us if chosen else None,
-        "p20_us": chosen.p20_us if chosen else None, "p80_us": chosen.p80_us if chosen else None,
-        "default": default.tiling.as_dict() if default else None, "default_us": default.median_us if default else None,
-        "speedup": round(outcome.speedup, 4) if outcome.speedup else None, "tried": outcome.found.tried,
-        "rejected": [{"use": r.tiling.as_dict(), "kind": r.kind, "reason": r.reason} for r in outcome.found.rejected],
-        "gpu_s": round(outcome.found.gpu_s, 3),
-    }  # fmt: skip
+from .outcomes import facts_of
+from .session import Event
 
 
 def line_of(event: Event) -> str:
@@ -56,7 +44,7 @@ class Display:
     def show(self, event: Event) -> None:
         if self.as_json:
             facts: dict[str, Any] = {"event": event.kind, "text": event.text} | ({"key": str(event.key)} if event.key else {})
-            print(json.dumps(facts | (outcome_facts(event.outcome) if event.outcome else {})), file=self.stream, flush=True)
+            print(json.dumps(facts | (facts_of(event.outcome) if event.outcome else {})), file=self.stream, flush=True)
         elif event.kind != "search":
             progress = f"[{self.done}/{self.total} {self._left()}] " if event.kind == "key" else "  "
             print(progress + line_of(event), file=self.stream, flush=True)

@@ -51,17 +51,19 @@ class Journal:
     """Values by (kind, key, tiling, rung). Thread-safe.
 
     path: None keeps everything in memory. identity: what measurements depend on (device, kernels' spaces, versions); a journal of
-    another identity is no help. Raises JournalError for a file that cannot be used, or that is of another identity with resume;
+    another identity is no help. about: what else is worth knowing of it (driver, date). Raises JournalError for a file that cannot be used, or that is of another identity with resume;
     RuntimeError where a path is given and Optuna is not installed.
     """
 
-    def __init__(self, path: Path | None, identity: Mapping[str, Any], resume: bool = False):
+    def __init__(
+        self, path: Path | None, identity: Mapping[str, Any], resume: bool = False, about: Mapping[str, Any] | None = None
+    ):  # fmt: skip
         self.path, self.known = path, {}
         self._lock = threading.Lock()
         self._store: _Store | None = None
         if path is not None:
             with _as_journal_errors(path):
-                self._store = _Store(path, {"journal": FORMAT, **identity}, resume)
+                self._store = _Store(path, {"journal": FORMAT, **identity}, resume, about or {})
                 self._store.read_into(self.known)
 
     def get(self, kind: str, key: Key, tiling: Tiling, rung: int = 0) -> Any:
@@ -93,6 +95,18 @@ class Journal:
                     self._store.read_into(self.known)
 
 
+def reopen(path: Path) -> tuple[Journal, dict[str, Any], dict[str, Any]]:
+    """A journal as it is, its identity and what it says about itself. Raises JournalError and RuntimeError like Journal."""
+    if not path.is_file():
+        raise JournalError(f"journal {path}: does not exist")
+    journal = Journal(None, {})
+    journal.path = path
+    with _as_journal_errors(path):
+        store = _Store(path, None, True, {})
+        store.read_into(journal.known)
+    return journal, store.identity, store.about
+
+
 def _name(kind: str, key: str, use: Mapping[str, Any], rung: int) -> tuple:
     return (kind, key, tuple(sorted(use.items())), rung)
 
@@ -114,7 +128,8 @@ def _as_journal_errors(path: Path) -> Iterator[None]:
 class _Store:
     """The journal's file. Operations go through Optuna's storage; those of one call are one append under one lock."""
 
-    def __init__(self, path: Path, header: Mapping[str, Any], resume: bool):
+    def __init__(self, path: Path, header: Mapping[str, Any] | None, resume: bool, about: Mapping[str, Any]):
+        """header: None takes the journal as it is."""
         try:
             import optuna
         except ImportError as error:
@@ -128,20 +143,25 @@ class _Store:
         self.storage = optuna.storages.JournalStorage(self.backend)
         self.studies: dict[str, int] = {}
         self.trials: dict[tuple, int] = {}  # that are not finished, by key and tiling
-        self._identify(path, json.loads(json.dumps(header)))
+        self.identity: dict[str, Any] = {}
+        self.about: dict[str, Any] = {}
+        self._identify(path, header, about)
 
-    def _identify(self, path: Path, header: dict[str, Any]) -> None:
+    def _identify(self, path: Path, header: Mapping[str, Any] | None, about: Mapping[str, Any]) -> None:
+        header, about = (json.loads(json.dumps(given, default=str)) for given in (header, about))
         found = {study.study_name: study for study in self.storage.get_all_studies()}
-        if not found:
-            study = self._study(IDENTITY)
-            with self.backend.one_append():
-                for name, value in header.items():
-                    self.storage.set_study_user_attr(study, name, value)
-            return
-        recorded = found[IDENTITY].user_attrs if IDENTITY in found else {}
-        if recorded != header:
-            names = ", ".join(sorted(k for k in header.keys() | recorded.keys() if header.get(k) != recorded.get(k)))
-            raise JournalError(f"journal {path}: was made with another {names}: run without --resume to start afresh")
+        recorded = dict(found[IDENTITY].user_attrs) if IDENTITY in found else {}
+        self.about = recorded.pop("about", {}) | about
+        self.identity = recorded if header is None else header
+        if (found or header is None) and (recorded != self.identity or not recorded):
+            names = ", ".join(sorted(k for k in self.identity.keys() | recorded.keys() if self.identity.get(k) != recorded.get(k)))
+            raise JournalError(f"journal {path}: was made with another {names or 'program'}: run without --resume to start afresh")
+        study = self._study(IDENTITY)
+        with self.backend.one_append():
+            for name, value in ({} if found else self.identity).items():
+                self.storage.set_study_user_attr(study, name, value)
+            if about:
+                self.storage.set_study_user_attr(study, "about", self.about)
 
     def _study(self, name: str) -> int:
         if name not in self.studies:

@@ -23,6 +23,9 @@ from .measure import Check
 from .space import simplicity
 
 
+FINAL = 100  # the final's level: it is no continuation of a rung
+
+
 @dataclass(frozen=True, slots=True)
 class Rung:
     """A round of timing: samples a candidate, seconds of device time a sample, and the share of candidates that go on."""
@@ -195,11 +198,11 @@ class Search:
                     self._halve(self.settings.second, 1)
                 best = [t for t in self.alive if t != self.default][: self.settings.finalists]
                 self.alive = best + [t for t in self.alive if t == self.default]
-            samples, rejected = self.ask.time(self.key, self.alive, self.settings.final, 100)  # its own level: no continuation of a rung
+            samples, rejected = self.ask.time(self.key, self.alive, self.settings.final, FINAL)
             self.found.rejected += rejected
-            timed = [_timed(t, values) for t, values in samples.items()]
-            self.found.ranking = better(timed, self.default, self.settings.tie)
-            self.found.default = next((t for t in timed if t.tiling == self.default), None)
+            one = [timed(t, values) for t, values in samples.items()]
+            self.found.ranking = better(one, self.default, self.settings.tie)
+            self.found.default = next((t for t in one if t.tiling == self.default), None)
         return self.found
 
     @contextmanager
@@ -270,7 +273,8 @@ def probed(found: Found, ask: Recorded) -> Timed | None:
     return None
 
 
-def _timed(tiling: Tiling, samples: list[float]) -> Timed:
+def timed(tiling: Tiling, samples: list[float]) -> Timed:
+    """samples: microseconds, at least one."""
     ordered = sorted(samples)
 
     def percentile(percent: float) -> float:

@@ -17,21 +17,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from ..database import Blocked, Entry
+from ..database import Blocked
 from ..device import Device
 from ..tiling import Tiling
 from .compiling import Compiled, Job
 from .journal import Journal, Record
 from .keys import DEFAULT_BUCKETS, DTYPES, Key
-from .search import Asked, Found, Recorded, Rejected, Search, Settings, Stopped, Timed, probed
+from .outcomes import Outcome
+from .search import Asked, Found, Recorded, Rejected, Search, Settings, Stopped, probed
 from .space import JOINING, SHARE, SHORTLIST, allows, default, known_tilings, neighbours, shortlist, space
-from .writer import Update, tiling_entry
 
 LOOKAHEAD = 4  # groups that are compiled before they are measured, a worker
 PRIOR = 4  # tilings that a group takes from its peer of another dtype, beside each default; as many neighbours join
 FEWEST = 6  # candidates, however small the space
 SAVE_EVERY_S = 20.0
-BLOCKING = ("wrong", "fault", "hang")  # what is worth a line in `blocked`
 
 
 class Node(Protocol):
@@ -44,21 +43,6 @@ class Node(Protocol):
         """Start to compile; never raises for what a compiler says."""
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What is known of a finished key."""
-
-    key: Key
-    found: Found
-    chosen: Timed | None
-
-    @property
-    def speedup(self) -> float | None:
-        """The default's median over the chosen tiling's."""
-        default = self.found.default
-        return default.median_us / self.chosen.median_us if self.chosen and default else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,48 +337,3 @@ def _peers(key: Key) -> list[tuple]:
     """Groups that differ from this key's in nothing but a dtype of the same size."""
     size = DTYPES[key.dtype].itemsize
     return [replace(key, dtype=name).group for name, dtype in DTYPES.items() if dtype.itemsize == size and name != key.dtype]
-
-
-# ------------------------------------------------------------------ results as entries
-def entry_of(outcome: Outcome) -> Entry | None:
-    """The database entry of a finished key; None where no candidate was right."""
-    chosen, found = outcome.chosen, outcome.found
-    if chosen is None:
-        return None
-    p, check = outcome.key.problem(), found.checks.get(chosen.tiling)
-    shape = f"B{p.batch} H{p.heads_q} S{p.seqlen_q} D{p.head_dim} {'causal' if p.causal else 'full'} {p.dtype_name}"
-    return tiling_entry(
-        outcome.key.when(), chosen.tiling, source="measured", problem=shape, median_us=chosen.median_us, p20_us=chosen.p20_us,
-        p80_us=chosen.p80_us, default_us=found.default.median_us if found.default else None,
-        error_ratio=None if check is None or check.error_ratio is None else float(f"{check.error_ratio:.3g}"),
-        repeatable=check.repeatable if check else None,
-    )  # fmt: skip
-
-
-def blocked_of(outcomes: Iterable[Outcome]) -> dict[tuple[str, str], tuple[Blocked, ...]]:
-    """By backend and kernel, the tilings that were wrong, faulted or hung, each with its reason."""
-    found: dict[tuple[str, str], dict[Tiling, Blocked]] = {}
-    for outcome in outcomes:
-        for one in outcome.found.rejected:
-            if one.kind in BLOCKING:
-                reason = f"{one.kind} at {outcome.key}: {one.reason[:200]}"
-                of_kernel = found.setdefault((outcome.key.backend, outcome.key.kernel), {})
-                of_kernel.setdefault(one.tiling, Blocked(_named(one.tiling), reason))
-    return {name: tuple(blocked.values()) for name, blocked in found.items()}
-
-
-def _named(tiling: Tiling) -> dict[str, Any]:
-    """All fields of a tiling, so that its neighbours are not blocked with it, but those hints that have no value."""
-    return {name: getattr(tiling, name) for name in tiling.__slots__ if getattr(tiling, name) is not None}
-
-
-def updates_of(outcomes: Iterable[Outcome], spaces: Mapping[tuple[str, str], str], block: bool) -> list[Update]:
-    """What the outcomes add to the database, by backend and kernel in a fixed order."""
-    outcomes = list(outcomes)
-    blocked = blocked_of(outcomes) if block else {}
-    updates = []
-    for backend, kernel in sorted({(o.key.backend, o.key.kernel) for o in outcomes}):
-        own = sorted((o for o in outcomes if (o.key.backend, o.key.kernel) == (backend, kernel)), key=lambda o: o.key)
-        entries = tuple(e for o in own if (e := entry_of(o)) is not None)
-        updates.append(Update(backend, kernel, spaces[backend, kernel], entries, blocked.get((backend, kernel), ())))
-    return updates

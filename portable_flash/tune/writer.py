@@ -25,13 +25,15 @@ from ..device import Device
 from ..problem import Problem
 from ..tiling import Tiling
 from ..tuning import rule
+from .merge import Cell, cells_of, compress, is_key
 
 LOCK_TIMEOUT_S = 120.0
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EIO}  # what file systems without locks answer
 _WORDS = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")  # that YAML reads as something else than text
 COMMENT = (
-    "# Made by `tune`: entries for one dtype, head_dim, mask and bucket of lengths each, then the general ones. "
-    "`default_us` is what\n# the analytic rule's tiling took in the same rounds.\n"
+    "# Made by `tune`. The first entry that matches is used. A proof's figures are of its `problem`; where the entry stands for several\n"
+    "# keys, `keys` says how many, and `least_speedup` the least default_us / median_us among them, each measured on its own.\n"
+    "# `default_us` is what the analytic rule's tiling took in the same rounds.\n"
 )
 
 
@@ -46,7 +48,8 @@ class Update:
     backend: str
     kernel: str
     space: str
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[Entry, ...] = ()  # each replaces that of the same `when`
+    cells: tuple[Cell, ...] = ()  # keys, which share entries with each other and with those of the file
     blocked: tuple[Blocked, ...] = ()
 
 
@@ -150,8 +153,11 @@ def merged_text(text: str, label: str, device: Device, updates: list[Update], me
 
 
 def merged(old: KernelRecord | None, update: Update, device: Device) -> KernelRecord:
-    """Same `when`: the new entry replaces the old one. Entries of an older kernel are void and go."""
+    """Same `when`: the new entry replaces the old one; keys are merged anew. Entries of an older kernel are void and go."""
     entries = old.entries if old is not None and old.space in (None, update.space) else ()
+    if update.cells:
+        keys = compress((*update.cells, *cells_of(entries, update.backend, update.kernel, update.cells)))
+        entries = (*keys, *(e for e in entries if not is_key(e.when)))
     by_when = {entry.when: entry for entry in entries} | {entry.when: entry for entry in update.entries}
     if When() not in by_when:
         by_when = {entry.when: entry for entry in general_entries(update.backend, update.kernel, device)} | by_when
@@ -174,12 +180,6 @@ def _order(when: When, place: Mapping[When, int]) -> tuple:
         specific = (len(when.dtype), when.causal is None)  # of one dtype and mask before those of several
         return (0, bound(when.head_dim_le), bound(when.seqlen_q_le), *specific, when.dtype, bool(when.causal))
     return (1, place[when]) if when in place else (2, bound(when.head_dim_le), str(when.dtype), str(when))
-
-
-def is_key(when: When) -> bool:
-    """Whether an entry is of one key, as `Key.when` makes them (or of a key's kind for both masks)."""
-    dense = when.varlen is False and when.mask_or_bias is False
-    return dense and None not in (when.dtype, when.head_dim_le) and when.seqlen_q_le == when.seqlen_k_le
 
 
 def general_entries(backend: str, kernel: str, device: Device) -> list[Entry]:

@@ -12,8 +12,8 @@ from portable_flash.tune import cli
 from portable_flash.tune.compiling import CompilePool, Job
 from portable_flash.tune.journal import Journal
 from portable_flash.tune.keys import Key
+from portable_flash.tune.outcomes import Outcome, updates_of
 from portable_flash.tune.search import Recorded, Settings, search
-from portable_flash.tune.session import Outcome, updates_of
 from portable_flash.tune.space import default
 from portable_flash.worker import Worker
 

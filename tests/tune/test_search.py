@@ -8,8 +8,9 @@ from tune_fake import DEVICE, FakeNode, InProcess, microseconds, name
 from portable_flash.tiling import Tiling
 from portable_flash.tune.journal import Journal, JournalError
 from portable_flash.tune.keys import Key, key_set
+from portable_flash.tune.outcomes import blocked_of, updates_of
 from portable_flash.tune.search import Recorded, Settings, Stopped, Timed, better, probed, search
-from portable_flash.tune.session import Session, blocked_of, updates_of
+from portable_flash.tune.session import Session
 from portable_flash.tune.space import shortlist, space
 
 KEY = Key("triton", "forward", "bf16", 128, True, 4096)

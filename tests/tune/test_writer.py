@@ -37,9 +37,9 @@ def first(record, key, kernel="forward"):
 def test_a_new_file_starts_from_the_shipped_one_and_can_be_read(tmp_path):
     shipped = catalogue()["mi300x"]
     path = path_of(tmp_path, MI300X)
-    from portable_flash.tune.cli import _shipped
+    from portable_flash.tune.running import shipped_text
 
-    update_file(path, MI300X, _shipped(MI300X), [update(keys(head_dims=(64,)))], {"triton": "3.6.0", "date": "2026-01-01"})
+    update_file(path, MI300X, shipped_text(MI300X), [update(keys(head_dims=(64,)))], {"triton": "3.6.0", "date": "2026-01-01"})
     record = read(path)
     assert (record.slug, record.pci_ids, record.limits) == ("mi300x", shipped.pci_ids, shipped.limits)
     assert "Infinity Cache" in path.read_text() and record.measured_with["triton"] == "3.6.0"
@@ -66,7 +66,7 @@ def test_every_key_finds_its_own_entry_whatever_the_order_of_merging(tmp_path):
 def test_what_is_not_of_the_update_stays(tmp_path):
     path = tmp_path / "h200.yaml"
     blocked = Blocked({"block_m": 64, "num_warps": 8}, 'wrong "dv": #1', "https://example.org/1")
-    update_file(path, H200, None, [Update("triton", "forward", "11111111", update(keys()).entries, (blocked,))], {"triton": "3.6.0"})
+    update_file(path, H200, None, [Update("triton", "forward", "11111111", update(keys()).entries, blocked=(blocked,))], {"triton": "3.6.0"})
     update_file(path, H200, None, [update(keys(), Tiling(32, 32), kernel="backward_dq", space="2")], None)
     update_file(path, H200, None, [update(keys(head_dims=(64,)), Tiling(128, 128, 8, 2, tma=True))], None)
     record = read(path)
@@ -115,7 +115,7 @@ def test_the_user_file_is_the_first_rung_of_the_ladder(tmp_path, monkeypatch):
 )
 def test_any_reason_is_written_as_the_text_it_is(text, tmp_path):
     path = tmp_path / "h200.yaml"
-    update_file(path, H200, None, [Update("triton", "forward", "1", (), (Blocked({"block_m": 64}, text),))], None)
+    update_file(path, H200, None, [Update("triton", "forward", "1", blocked=(Blocked({"block_m": 64}, text),))], None)
     assert read(path).kernels["triton"]["forward"].blocked[0].reason == re.sub(r"[\n\x00]", " ", text)
 
 

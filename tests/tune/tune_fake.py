@@ -125,7 +125,8 @@ class FakeNode:
 def run_session(out, journal_path, resume, log, slow, keys, budget=None):
     """A whole run with a real worker process, as the command line makes it; for tests that kill it."""
     from portable_flash.tune.journal import Journal
-    from portable_flash.tune.session import Session, updates_of
+    from portable_flash.tune.outcomes import updates_of
+    from portable_flash.tune.session import Session
     from portable_flash.worker import Worker
     from portable_flash.tune.writer import path_of, update_file
 
