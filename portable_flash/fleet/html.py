@@ -14,10 +14,9 @@ DOTS = 60  # of a model in a chart: quantiles, beside which every outlier is dra
 def render(report: FleetReport) -> str:
     """The page. Raises ModuleNotFoundError without jinja2."""
     shown = [(weight, words.STATUS[weight], found[:MOST], max(0, len(found) - MOST)) for weight, found in words.by_weight(report.findings)]
-    counts = {words.STATUS[weight]: len(found) for weight, found in words.by_weight(report.findings)}
     template = environment("portable_flash.fleet").get_template("fleet.html")
     return template.render(
-        report=report, words_=words, shown=shown, counts=counts, error=_chart(report, "error"), speed=_chart(report, "slow"),
+        report=report, words_=words, shown=shown, error=_chart(report, "error"), speed=_chart(report, "slow"),
         drifted={model.name: [v for v in model.versions if v.others] for model in report.models},
     )  # fmt: skip
 

@@ -41,7 +41,7 @@ def blocks(report: FleetReport, width: int) -> Iterator[Line | Grid]:
 def _finding(finding: Finding) -> Iterator[Line]:
     model = f" ({finding.model})" if finding.model else ""
     status = words.STATUS[finding.weight]
-    yield Line(f"{finding.subject}{model}: {words.KINDS[finding.kind]}", status, "NO VERDICT" if finding.weight == "no_verdict" else finding.weight.upper())
+    yield Line(f"{finding.subject}{model}: {words.KINDS[finding.kind]}", status, words.WEIGHTS[finding.weight].upper())
     for text in (finding.detail, words.identifiers(finding), f"hint: {finding.hint}"):
         if text:
             yield Line(text, indent=6)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..validate.summary import number, plural
-from .findings import WEIGHTS, Finding, FleetReport, Model
+from .findings import WEIGHTS as ORDER
+from .findings import Finding, FleetReport, Model
 
 KINDS = {
     "failed": "failed its validation", "minority": "other bits than its kind", "error": "larger error than its kind",
     "repeatability": "does not repeat", "slow": "slow", "tie": "bits differ, no majority", "no_verdict": "no verdict", "missing": "missing",
     "refused": "report refused", "drift": "drifted", "unexpected": "not expected", "duplicate": "reported more than once",
 }  # fmt: skip
+WEIGHTS = {"fail": "fail", "no_verdict": "no verdict", "warn": "warn", "info": "note"}
 # How a finding's weight is drawn: the statuses of a check, whose signs and colours exist
 STATUS = {"fail": "fail", "no_verdict": "inconclusive", "warn": "warn", "info": "skipped"}
 STATISTICS = (
@@ -41,7 +43,7 @@ def about(report: FleetReport) -> str:
 
 
 def by_weight(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
-    for weight in WEIGHTS:
+    for weight in ORDER:
         found = [f for f in findings if f.weight == weight]
         if found:
             yield weight, found
