@@ -81,6 +81,7 @@ class View:
     open: bool
     accuracy: list[Track]
     backends: list[Track]
+    edges: list[Track]
     speed: list[Track]
     speed_marks: list[Mark]
     repeats: Repeats | None
@@ -139,6 +140,7 @@ def _view(device: DeviceReport, devices: int) -> View:
         open=devices <= OPEN_DEVICES or device.verdict != "pass",
         accuracy=_shares(groups.get("accuracy", [])),
         backends=_shares(groups.get("backends", [])),
+        edges=_shares(groups.get("edges", [])),
         speed=speed,
         speed_marks=marks,
         repeats=_repeats(repeats),
@@ -147,9 +149,10 @@ def _view(device: DeviceReport, devices: int) -> View:
 
 
 def _split(check: Check) -> tuple[str, str]:
-    """The case and the result that a check is of: all of its id after the group but the last part, and that."""
-    case, _, result = check.id.partition("/")[2].rpartition("/")
-    return case, SHORT.get(result, result)
+    """The case and the result that a check is of: all of its id after the group but the last part, and that; or a case alone."""
+    rest = check.id.partition("/")[2]
+    case, _, result = rest.rpartition("/")
+    return (case, SHORT.get(result, result)) if case else (rest, "")
 
 
 def _worst_first(checks: Iterable[Check]) -> list[Check]:
@@ -172,12 +175,13 @@ def _shares(checks: list[Check]) -> list[Track]:
     for case, members in cases.items():
         worst = _worst_first(members)[0]
         points = [
-            Point(percent(share, AXIS), check.status, f"{_split(check)[1]}: {summary.measured(check)}")
+            Point(percent(share, AXIS), check.status, f"{_split(check)[1]} {summary.measured(check)}".strip())
             for check in members
             if (share := summary.share(check)) is not None
         ]
-        value = f"{summary.number(worst.measured)} of {summary.number(worst.limit)}" if summary.share(worst) is not None else worst.status
-        found.append((worst, Track(case or worst.id, f"{_split(worst)[1]} {value}", worst.status, points=points)))
+        if points or worst.status != "pass":
+            value = f"{worst.measured:.3g} of {worst.limit:.3g}" if summary.share(worst) is not None else worst.status
+            found.append((worst, Track(case, f"{_split(worst)[1]} {value}".strip(), worst.status, points=points)))
     return _cut(found)
 
 

@@ -59,8 +59,9 @@ def _suite(report: Report, device: DeviceReport, index: int, began: str) -> Elem
     wanted = {"pass": "passed", "fail": "failure", "no_verdict": "error"}[device.verdict]
     verdict = Check(id="verdict", status="pass", detail=device.reason or summary.WORDS[device.verdict])
     _case(suite, where, "verdict", 0.0, wanted, verdict)
-    for count, tag in (("tests", "testcase"), ("failures", "testcase/failure"), ("errors", "testcase/error"), ("skipped", "testcase/skipped")):
-        suite.set(count, str(len(suite.findall(tag))))
+    suite.set("tests", str(len(suite.findall("testcase"))))
+    for count, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        suite.set(count, str(len(suite.findall(f"testcase/{tag}"))))
     return suite
 
 
@@ -74,7 +75,9 @@ def _case(suite: ElementTree.Element, where: str, name: str, seconds: float, res
             ElementTree.SubElement(case, "system-out").text = f"warn: {text}"
         return
     first = clean(check.detail or summary.measured(check) or check.status, 300)
-    found = ElementTree.SubElement(case, result, message=f"{check.status}: {first}" if check.status in ("inconclusive", "unread") else first)
+    if check.status in ("inconclusive", "unread"):
+        first = f"{check.status}: {first}"
+    found = ElementTree.SubElement(case, result, message=first)
     if result != "skipped":
         found.set("type", check.severity)
         found.text = text

@@ -11,6 +11,7 @@ from .report import Check, DeviceReport, Report
 # The order in which a person wants to see them
 STATUSES = ("fail", "warn", "inconclusive", "unread", "skipped", "pass")
 SEVERITIES = ("critical", "major", "minor", "info")
+COUNTING = ("control", "repeatability", "agreement", "memory")  # groups whose numbers are counts
 SIGNS = {
     "pass": "\u2713", "warn": "!", "fail": "\u2717", "inconclusive": "?", "unread": "\u25cb", "skipped": "\u2013", "no_verdict": "?",
 }  # fmt: skip
@@ -69,8 +70,8 @@ def share(check: Check) -> float | None:
 
 
 def worst(checks: Iterable[Check]) -> Check | None:
-    """The check that uses most of its limit; None where no check has a ratio."""
-    known = [(ratio, check) for check in checks if (ratio := share(check)) is not None]
+    """The check that uses most of its limit; None where none has such a ratio. Counts are left out: "1 of 1" is no near miss."""
+    known = [(ratio, check) for check in checks if check.group not in COUNTING and (ratio := share(check)) is not None]
     return max(known, key=lambda pair: pair[0])[1] if known else None
 
 

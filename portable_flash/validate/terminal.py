@@ -101,7 +101,8 @@ def _rich(blocks: Blocks, console: Any) -> None:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="dim", padding=(0, 1, 0, 0))
         for index, name in enumerate(block.headers):
             style = STYLES.get(name, "") if index in block.numbers else ""
-            table.add_column(name, justify="right" if style else "left", no_wrap=index < len(block.headers) - 1, overflow="fold", style=style)
+            last = index == len(block.headers) - 1
+            table.add_column(name, justify="right" if style else "left", no_wrap=not last, overflow="fold", style=style)
         for row in block.rows:
             table.add_row(*(text(value, "dim" if value == "-" else "") for value in row))
         console.print(Padding(table, (0, 0, 0, 2), expand=False))
