@@ -1,4 +1,4 @@
-"""The command line on a machine without a GPU, and the offline way."""
+"""The command line on a machine without a GPU."""
 
 import json
 
@@ -8,9 +8,9 @@ from tune_fake import DEVICE, FakeNode, name
 from portable_flash.cli import main as portable_flash
 from portable_flash.database import read
 from portable_flash.device import named
-from portable_flash.tune import cli, offline, running
-from portable_flash.tune.compiling import Compiled, Job, precompile, resources
-from portable_flash.tune.keys import Key, key_set
+from portable_flash.tune import cli, running
+from portable_flash.tune.compiling import Job, precompile, resources
+from portable_flash.tune.keys import Key
 from portable_flash.tune.space import default, shortlist
 
 ONE = ["--kernels", "forward", "--dtypes", "bf16", "--head-dims", "64", "--seqlens", "512", "--causal", "no"]
@@ -91,51 +91,6 @@ def test_quality_is_measured_against_an_exhaustive_search(tmp_path, monkeypatch,
     (row,) = table["rows"]
     assert row["slower_than_best"] >= 1 and row["tried_exhaustively"] > row["tried_by_search"]
     assert code == (0 if table["passed"] else 1) and "--verify-quality" in table["command"]
-
-
-# ------------------------------------------------------------------ offline
-class Inline:
-    map = staticmethod(map)
-
-
-def test_offline_drops_what_spills_and_prefers_the_default_unless_another_is_clearly_ahead():
-    keys = key_set("triton", kernels=("forward",), head_dims=(64,))
-    usual = {k: default(k, MI300X) for k in keys}
-    seen = []
-
-    def compile_one(job: Job) -> Compiled:
-        seen.append(job)
-        return Compiled(True, "", 0.1, 100, 0, 1024)
-
-    (ranked,) = offline.rank(keys, MI300X, Inline, compile_one=compile_one)
-    assert len({j.tiling for j in seen}) == len(seen) <= 8  # one compilation for both dtypes, masks and all buckets
-    spills = lambda job: Compiled(True, "", 0.1, 256, 16 if job.tiling in usual.values() else 0, 1024)
-    (other,) = offline.rank(keys, MI300X, Inline, compile_one=spills)
-    assert not set(other.chosen.values()) & set(usual.values())
-    (none,) = offline.rank(keys, MI300X, Inline, compile_one=lambda job: Compiled(False, "no"))
-    assert none.chosen == {} and offline.entries([none]) == {}
-    (large,) = offline.rank(keys, MI300X, Inline, compile_one=lambda job: Compiled(True, "", 0.1, 1, 0, 1 << 20))
-    assert large.chosen == {}
-    entries = offline.entries([ranked])["triton", "forward"]
-    for key in keys:
-        assert next(e.use for e in entries if e.when(key.problem())) == ranked.chosen[key]
-    assert all(e.proof["source"] == "static" for e in entries)
-
-
-def test_offline_stops_when_the_budget_is_spent():
-    said = []
-    assert offline.rank(key_set("triton"), MI300X, Inline, deadline=0.0, tell=said.append) == []
-    assert "budget" in said[0]
-
-
-def test_offline_writes_static_entries_for_an_amd_gpu(tmp_path, capsys):
-    pytest.importorskip("triton")
-    argv = ["--device", "mi300x", "--offline", "--out", str(tmp_path), *ONE, "--jobs", "1", "--candidates", "2"]
-    assert cli.main(argv) == 0
-    record = read(tmp_path / "amd" / "mi300x.yaml")
-    entries = record.kernels["triton"]["forward"].entries
-    assert entries[0].proof["source"] == "static" and entries[0].proof["registers"] > 0
-    assert "static entries" in capsys.readouterr().err
 
 
 def test_compiling_ahead_fills_the_cache_and_reports_what_fails(tmp_path, monkeypatch):
