@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..validate import document
@@ -44,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "reports", nargs="+", metavar="REPORT", help="a .json or .json.gz file, a folder, a pattern, @FILE with a list of names, or - for a list on stdin"
     )
+    compare.add_argument(
+        "--hosts-from-names", action="store_true", help="take a host's name from its file's (node7.json: node7), as for reports of pods"
+    )
     _judging(compare)
     compare.set_defaults(run=_compare)
 
@@ -80,7 +84,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         if isinstance(report, str):
             fleet.refuse(source, report)
         else:
-            fleet.add(report, source)
+            fleet.add(replace(report, host=gather.stem(source)) if arguments.hosts_from_names else report, source)
     return _finish(fleet, wanted, arguments, outputs)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 
 from .. import __version__
@@ -22,6 +23,8 @@ from .facts import DeviceFacts, Names, clean, identity_key, reduce
 from .findings import WEIGHTS, DeviceName, Finding, FleetReport, Model, Spread, Version
 from .robust import quantiles
 from .votes import Votes, vote
+
+LONGEST_SUBJECT, LONGEST_DETAIL = 400, 600  # characters; made of several texts of reports
 
 
 class Fleet:
@@ -85,6 +88,7 @@ class Fleet:
             *judges.absent(expected, devices, self.hosts, self._slugs, allow_missing),
             *judges.refused(self.refused, allow_missing),
         ]
+        findings = [replace(f, subject=clean(f.subject, LONGEST_SUBJECT), detail=clean(f.detail, LONGEST_DETAIL)) for f in findings]
         findings.sort(key=lambda f: (WEIGHTS.index(f.weight), f.model, f.subject, f.kind))
         verdicts = _verdicts(devices, findings)
         counts = [verdicts.count(v) for v in ("pass", "fail", "no_verdict")]

@@ -28,13 +28,11 @@ def render(name: str, report: FleetReport) -> str:
 
 
 def junit(report: FleetReport) -> str:
-    """A suite a model and one for what has none; a case a finding, and one that stands for all devices that passed."""
+    """A suite a model and one for what has none; a case a finding, and one a suite for what was found in order."""
     root = xml.Element("testsuites", name="portable-flash fleet")
-    for model in [*(m.name for m in report.models), ""]:
+    for model in dict.fromkeys([*(m.name for m in report.models), *(f.model for f in report.findings if f.model), ""]):
         found = [f for f in report.findings if f.model == model]
         passed = sum(m.passed for m in report.models if m.name == model)
-        if not found and not model:
-            continue
         kinds = Counter(f.weight for f in found)
         suite = xml.SubElement(
             root, "testsuite", name=clean(model or "fleet"), tests=str(len(found) + 1), failures=str(kinds["fail"]), errors=str(kinds["no_verdict"]),

@@ -45,6 +45,12 @@ def reports(paths: Iterable[str]) -> Iterator[tuple[str, Report | str]]:
             yield path, "nested too deeply"
 
 
+def stem(path: str) -> str:
+    """The name of a report's file without its suffix."""
+    name = os.path.basename(path)
+    return next((name.removesuffix(s) for s in SUFFIXES if name.endswith(s)), name)
+
+
 def _named(argument: str, lists: bool) -> Iterator[str]:
     if lists and (argument == "-" or argument.startswith("@")):
         for name in _listed(argument):

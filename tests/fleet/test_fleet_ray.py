@@ -7,6 +7,7 @@ import random
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import fleet_samples as samples
 import pytest
@@ -36,8 +37,9 @@ def cluster(tmp_path_factory):
 
     made = Cluster()
     nodes = {
-        name: made.add_node(wait=False, num_cpus=1, num_gpus=0, node_name=name, object_store_memory=80 << 20, include_dashboard=False)
-        for name in ("alpha", "beta", "gamma", "delta")
+        # Ray believes a node that says it has GPUs
+        name: made.add_node(wait=False, num_cpus=1, num_gpus=gpus, node_name=name, object_store_memory=80 << 20, include_dashboard=False)
+        for name, gpus in (("alpha", 3), ("beta", 0), ("gamma", 0), ("delta", 0))
     }
     made.wait_for_nodes()
     yield made, nodes
@@ -111,9 +113,9 @@ def test_nodes_that_hang_or_answer_nonsense_have_no_verdict(cluster, tmp_path, m
     assert reasons[2].startswith("no report, killed after 4 s")
 
 
-def test_a_cluster_without_gpus_is_an_error(cluster, capsys):
-    made, _ = cluster
-    assert cli.main(["validate", "--ray", made.address]) == 2
+def test_a_cluster_without_gpus_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(ray_run, "connect", lambda address: SimpleNamespace(nodes=lambda: [told("a", "1" * 56, CPU=4.0)]))
+    assert cli.main(["validate", "--ray", "auto"]) == 2
     assert "no living node has a GPU; --cpu" in capsys.readouterr().err
 
 
@@ -125,9 +127,7 @@ open(sys.argv[1], "w").write(text)
 
 
 def test_every_gpu_of_a_node_gets_one_task(cluster, tmp_path, monkeypatch):
-    """Ray believes a node that says it has GPUs."""
     made, _ = cluster
-    made.add_node(num_cpus=0, num_gpus=3, node_name="gpus", object_store_memory=80 << 20, include_dashboard=False)
     device = samples.sound(4, random.Random(1)).devices[0]
     device = replace(device, identity=replace(device.identity, uuid="GPU-uuid", serial=None))
     (tmp_path / "canned.json").write_text(to_json(replace(samples.sound(4, random.Random(1)), devices=[device])))
