@@ -8,8 +8,11 @@ One YAML file a model, <folder>/<vendor>/<slug>.yaml, laid out like tuning_db so
       - key: "0f3a..."                    # of everything that the bits depend on, see `key`
         of: {backend: triton, name: "NVIDIA H200", driver: "580.159", torch: "2.11.0", ...}   # for people
         digests:
-          bf16-d128-causal: {out: "9b1c...", lse: "77aa..."}
-        speed_us: {forward/b4-h16-s4096-d128-causal-bf16: 402.1}
+          "bf16-d128-causal":
+            out: "9b1c..."
+            lse: "77aa..."
+        speed_us:
+          "forward/b4-h16-s4096-d128-causal-bf16": 402.1
 
 A file is plain data of bounded size, whoever wrote it: the reader of the tuning database reads it, and an error names file,
 line and field.
@@ -58,20 +61,18 @@ class Golden:
     speed_us: Mapping[str, float]
 
 
-def key(
-    identity: Identity, software: Software, driver: str | None, fingerprint: str, tiling: str, backend: str, more: str = ""
-) -> str:
+def key(identity: Identity, software: Software, driver: str | None, fingerprint: str, tiling: str, backend: str) -> str:
     """Hash of everything that a result's bits depend on: devices whose keys are equal must agree.
 
-    identity: its model, arch, unit count and partition; for the CPU the model, instructions and threads that it names.
-    fingerprint, tiling: of all kernels that the result comes from. more: what else the caller knows it to depend on.
+    identity: its model, arch, unit count and partition; for the CPU the model and the instructions that it names.
+    fingerprint, tiling: of all kernels that the result comes from.
     """
     parts = {
         "vendor": identity.vendor, "slug": identity.slug, "name": identity.name, "arch": identity.arch,
         "compute_units": identity.compute_units, "partition": identity.partition, "driver": driver, "torch": software.torch,
         "runtime": software.runtime, "triton": software.triton if backend == "triton" else None,
         "hip_python": software.hip_python if backend == "hip" else None, "backend": backend, "fingerprint": fingerprint,
-        "tiling": tiling, "more": more,
+        "tiling": tiling,
     }  # fmt: skip
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
@@ -298,8 +299,8 @@ def _text(vendor: str, slug: str, records: Mapping[str, Golden]) -> str:
         if one.digests:
             lines.append("    digests:\n")
         for case, tensors in one.digests.items():
-            quoted = ", ".join(f'{_scalar(tensor)}: "{value}"' for tensor, value in tensors.items())
-            lines.append(f"      {_scalar(case)}: {{{quoted}}}\n")
+            lines.append(f"      {_scalar(case)}:\n")
+            lines += [f'        {_scalar(tensor)}: "{value}"\n' for tensor, value in tensors.items()]
         if one.speed_us:
             lines.append("    speed_us:\n")
         lines += [f"      {_scalar(call)}: {round(value, 2)}\n" for call, value in one.speed_us.items()]

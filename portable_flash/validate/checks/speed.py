@@ -27,6 +27,7 @@ from ..context import Context, fingerprint
 from ..proofs import Record, Timing, timings
 from ..report import Check, DeviceReport, Status
 from ..signals import Sampler
+from .agreement import one_thread
 
 RATIO = "x the recorded time, at most"
 NODE_RATIO = "x the median of this model's GPUs in this node, at most"
@@ -38,7 +39,8 @@ class SpeedLimits:
 
     GPU: clocks, heat and power caps move a healthy GPU's figures by some per cent from run to run and from board to board, so
     that 12% is beyond them; 30% slower is a lost memory stack, link, cooling or power supply. Within a node the conditions are the
-    same, so that less is enough; for a median it takes three devices. CPU: other processes share it, and its fastest round counts.
+    same, so that less is enough; for a median it takes three devices. CPU: other processes share it, so that one thread is timed
+    and its fastest round counts.
     """
 
     warn: float = 1.12
@@ -51,6 +53,7 @@ class SpeedLimits:
 
 LIMITS = SpeedLimits()
 ROUNDS = 9
+CPU_ROUNDS = 25  # of which the fastest counts: one that nothing else had a part in
 ROUND_S = 0.02  # device time of a round: some calls, as in the tuner's last rung
 LOWER_CAP = 0.97  # of the recorded power cap; less is named as a reason
 
@@ -134,9 +137,10 @@ def _hint(record: Record, data: Mapping[str, object], context: Context) -> str:
 
 
 def _time(context: Context, step: Callable[[int], object]) -> Samples:
-    rounds = ROUNDS if context.level == "quick" else 2 * ROUNDS
+    rounds = CPU_ROUNDS if context.device.vendor == "cpu" else ROUNDS if context.level == "quick" else 2 * ROUNDS
     budget = ROUND_S / 20 if context.small else ROUND_S
-    return interleave({"call": Run(step)}, context.runner, rounds, budget)["call"]
+    with one_thread(context):  # on the CPU: threads that wait for one another on busy cores tell of the others' work
+        return interleave({"call": Run(step)}, context.runner, rounds, budget)["call"]
 
 
 def _microseconds(context: Context, samples: Samples) -> float:
@@ -159,8 +163,7 @@ def _key(context: Context, one: Timing) -> str:
     software = context.software or identity.software()
     driver = context.driver if context.identity is not None else identity.driver(context.device)
     kernel = one.kernel if one.kernel in one.plan.kernels else "operations"
-    threads = f"{torch.get_num_threads()} threads" if context.device.vendor == "cpu" else ""
-    return golden.key(who, software, driver, fingerprint(one.plan.backend, kernel), _tiling(one), one.plan.backend, more=threads)
+    return golden.key(who, software, driver, fingerprint(one.plan.backend, kernel), _tiling(one), one.plan.backend)
 
 
 def _step(context: Context, one: Timing) -> Callable[[int], object]:
