@@ -17,6 +17,8 @@ MILLISECOND_NS = 1e-6
 NO_XID = "NVML tells XIDs only to a process that listens when they occur: see the kernel's log"
 COUNTERS = "errors"  # unit of counters of memory errors
 SHARE = "samples"  # unit of AMD's counters of throttling: the firmware's samples in which a limit held
+THROTTLED = "throttled"  # of an AMD GPU that does not tell why
+NONE = "none"  # no reason for throttling
 SAMPLES = "throttle_samples"  # all samples, for the share
 
 # names of NVML's bits, without the prefix that changed from nvmlClocksThrottleReason to nvmlClocksEventReason
@@ -74,7 +76,7 @@ def _field(n: Any, gpu: Any, name: str) -> int:
 
 
 def _reasons(n: Any, gpu: Any) -> str:
-    """The reasons that hold the clocks down now, by name and comma-separated; empty for none."""
+    """The reasons that hold the clocks down now, by name and comma-separated."""
     read = getattr(n, "nvmlDeviceGetCurrentClocksEventReasons", None) or n.nvmlDeviceGetCurrentClocksThrottleReasons
     try:
         bits = read(gpu)
@@ -88,7 +90,7 @@ def _reasons(n: Any, gpu: Any) -> str:
         if bits & bit:
             found.append(words)
             left &= ~bit
-    return ", ".join([*found, *([f"others (0x{left:x})"] if left else [])])
+    return ", ".join([*found, *([f"others (0x{left:x})"] if left else [])]) or NONE
 
 
 def _ecc(n: Any, gpu: Any, kind: str, since: str) -> int:
@@ -186,11 +188,11 @@ def _throttled(s: Any, gpu: Any) -> str:
         status = attempt(lambda: _violations(s, gpu))
         active = {label: status.get(name.replace("acc_", "active_")) for label, name in VIOLATIONS.items()}
         if any(value not in (None, "N/A") for value in active.values()):
-            return ", ".join(label for label, value in active.items() if value is True or value == 1)
+            return ", ".join(label for label, value in active.items() if value is True or value == 1) or NONE
     except Unread:
         pass
     whether = attempt(lambda: s.amdsmi_get_gpu_metrics_info(gpu)["throttle_status"])
-    return "throttled" if whether else ""
+    return THROTTLED if whether else NONE
 
 
 def _bad_pages(s: Any, gpu: Any) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from ..device import Device
 from .management import Opened, Unread, attempt, opened
 from .report import Check, Severity, Signal, Status
-from .sensors import SAMPLES, THROTTLE_SAMPLES, sensors
+from .sensors import NONE, SAMPLES, THROTTLE_SAMPLES, THROTTLED, sensors
 
 UNDER_LOAD = ("sm_clock", "memory_clock", "temperature", "power", "throttle_reasons")  # cheap enough to read often
 THERMAL_REASONS = (
@@ -22,6 +22,7 @@ THERMAL_REASONS = (
     "processor hot", "socket thermal", "regulator thermal", "memory thermal",
 )  # fmt: skip
 PASSING_REASON = "hardware slowdown"  # NVML also reports it while clocks change, so that it counts only when it stays
+UNREAD_HINT = "an unread signal says nothing: make it readable, or look at it in another way"
 NO_RISE = "none during the run"
 
 
@@ -78,6 +79,11 @@ def _read(library: Opened, vendor: str, names: tuple[str, ...] | None = None) ->
     return found
 
 
+def reasons_of(reading: Reading) -> set[str]:
+    """The reasons for throttling that a reading names."""
+    return set(reading.value.split(", ")) - {NONE} if isinstance(reading.value, str) else set()
+
+
 # ------------------------------------------------------------------ under load
 @dataclass
 class Load:
@@ -96,7 +102,7 @@ class Load:
         )  # fmt: skip
         found = {label: combine(self.samples[name]) for label, name, combine in pick if self.samples.get(name)}
         if self.count:
-            found["throttle_reasons"] = ", ".join(sorted(self.reasons))
+            found["throttle_reasons"] = ", ".join(sorted(self.reasons)) or NONE
         return found
 
 
@@ -140,8 +146,8 @@ class Sampler:
         for reading in readings:
             if isinstance(reading.value, float):
                 self.load.samples.setdefault(reading.name, []).append(reading.value)
-            elif reading.value:
-                for reason in reading.value.split(", "):
+            else:
+                for reason in reasons_of(reading):
                     self.load.reasons[reason] = self.load.reasons.get(reason, 0) + 1
 
 
@@ -167,8 +173,7 @@ def checks(before: Readings, after: Readings) -> list[Check]:
     for name, needed, judge in CHECKS:
         if unread := _unread(before, after, needed):
             severity: Severity = "info" if name in ("clocks", "temperature", "power") else "minor"
-            hint = "an unread signal says nothing: make it readable, or look at it in another way"
-            found.append(Check(id=f"signals/{name}", status="unread", severity=severity, detail=unread, hint=hint))
+            found.append(Check(id=f"signals/{name}", status="unread", severity=severity, detail=unread, hint=UNREAD_HINT))
         else:
             found.append(judge(f"signals/{name}", before, after))
     return found
@@ -248,17 +253,22 @@ def _throttle(identifier: str, before: Readings, after: Readings) -> Check:
         unit, measured = "% of the time under a thermal limit, at most", max(v for k, v in shares.items() if k != "power cap")
     else:
         unit, measured = "ms of thermal slowdown, at most", _rise(before, after, "throttle_thermal")
-    now = {r for reading in (before, after) for r in str(reading.get("throttle_reasons").value or "").split(", ") if r}
-    stays = all(PASSING_REASON in str(reading.get("throttle_reasons").value).split(", ") for reading in (before, after))
-    hot = sorted(r for r in now if r in THERMAL_REASONS or r == "throttled" or (r == PASSING_REASON and stays))
+    first, last = (reasons_of(reading.get("throttle_reasons")) for reading in (before, after))
+    now = first | last
+    hot = now & {*THERMAL_REASONS, THROTTLED} | first & last & {PASSING_REASON}
     power = _rise(before, after, "throttle_power") or shares.get("power cap", 0.0)
-    told = [f"reasons before or after: {', '.join(sorted(now)) or 'none'}"]
+    told = [f"reasons before or after: {', '.join(sorted(now)) or NONE}"]
     if power:
         told.append(f"held by the power cap for {power:.0f} {'%' if shares else 'ms'}")
     if measured > 0 or hot:
         told.insert(0, f"{measured:g} {unit.rpartition(',')[0]}")
         return Check(id=identifier, status="warn", severity="minor", measured=measured, limit=0.0, unit=unit, detail="; ".join(told),
                      hint="look at cooling and power supply: numbers of speed from this run are those of a slowed GPU")  # fmt: skip
+    counter = SAMPLES if before.vendor == "amd" else "throttle_thermal"
+    uncounted = _unread(before, after, (counter,)) or (f"{counter} stood still" if before.vendor == "amd" and not shares else "")
+    if uncounted:
+        told.append(f"what was between them is not counted: {uncounted}")
+        return Check(id=identifier, status="unread", severity="minor", detail="; ".join(told), hint=UNREAD_HINT)
     return Check(id=identifier, status="pass", severity="minor", measured=measured, limit=0.0, unit=unit, detail="; ".join(told))
 
 

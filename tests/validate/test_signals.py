@@ -71,6 +71,7 @@ def test_a_healthy_gpu_passes_with_its_readings_in_the_report(nvidia):
     assert told["power"].after == 120.0 and told["power_limit"].after == 700.0
     assert told["memory_temperature"].after == 45
     assert told["ecc_uncorrected_lifetime"].after == 0
+    assert told["throttle_reasons"].after == "none"
     assert told["xid"].before is None and "kernel's log" in told["xid"].reason
     assert module.open == 0  # every opening is closed
     assert pickle.loads(pickle.dumps(before)) == before
@@ -170,6 +171,16 @@ def test_time_under_a_thermal_limit_is_seen_although_it_is_over(nvidia):
     assert found.status == "warn" and found.measured == pytest.approx(250) and "ms" in found.unit
     found = during(H200, lambda: setattr(card, "power_ns", 3_000_000_000))["throttle"]
     assert found.status == "pass" and "power cap for 3000 ms" in found.detail
+
+
+def test_without_the_counter_nobody_knows_of_the_time_between(nvidia):
+    card = Nvml()
+    card.errors["nvmlDeviceGetViolationStatus"] = pynvml.NVML_ERROR_NOT_SUPPORTED
+    nvidia(card)
+    found = during(H200)["throttle"]
+    assert found.status == "unread" and "not counted" in found.detail and "Not Supported" in found.detail
+    card.reasons = pynvml.nvmlClocksEventReasonHwThermalSlowdown
+    assert during(H200)["throttle"].status == "warn"
 
 
 def test_unknown_reasons_are_told_by_their_bits(nvidia):
@@ -292,8 +303,9 @@ def test_a_mig_instance_reads_its_card(nvidia):
 
 # ------------------------------------------------------------------ AMD
 def test_a_healthy_amd_gpu(amd):
-    module = amd(Amd("0000:05:00.0"), Amd())
-    found = during(MI300X)
+    one = Amd()
+    module = amd(Amd("0000:05:00.0"), one)
+    found = during(MI300X, lambda: one.acc.update(acc_counter=2000))
     assert found.keys() == NAMES and {c.status for c in found.values()} == {"pass"}
     readings = read(MI300X)
     assert readings.number("sm_clock") == 2100 and readings.number("power_limit") == 750
@@ -336,6 +348,8 @@ def test_amd_throttling_is_a_share_of_the_run(amd):
     assert found.status == "warn" and found.measured == pytest.approx(25.0) and "power cap for 50 %" in found.detail
     found = during(MI300X, lambda: one.acc.update(acc_counter=5000, acc_ppt_pwr=3010))["throttle"]
     assert found.status == "pass"  # a power cap is how a busy GPU works
+    found = during(MI300X)["throttle"]
+    assert found.status == "unread" and "stood still" in found.detail
     one.active["active_socket_thrm"] = True
     assert "socket thermal" in during(MI300X)["throttle"].detail
 
@@ -345,8 +359,9 @@ def test_amd_gpus_without_counters_tell_whether_they_throttle(amd):
     one.missing.add("amdsmi_get_violation_status")
     amd(one)
     assert during(MI300X)["throttle"].status == "unread"  # throttle_status is N/A
-    one.throttle_status = False
-    assert during(MI300X)["throttle"].status == "pass"
+    one.throttle_status = False  # now; what was during the run nobody knows
+    found = during(MI300X)["throttle"]
+    assert found.status == "unread" and "not counted" in found.detail and "none" in found.detail
     one.throttle_status = True
     assert during(MI300X)["throttle"].status == "warn"
 
@@ -355,7 +370,7 @@ def test_amd_signals_are_read_on_their_own(amd):
     one = Amd()
     one.missing |= {"amdsmi_get_gpu_bad_page_info", "amdsmi_get_gpu_total_ecc_count"}
     amd(one)
-    found = during(MI300X)
+    found = during(MI300X, lambda: one.acc.update(acc_counter=2000))
     assert {n for n, c in found.items() if c.status == "unread"} == {"memory-repair", "ecc-uncorrected", "ecc-corrected"}
     assert "AMDSMI_STATUS_NOT_SUPPORTED" in found["memory-repair"].detail and "\n" not in found["memory-repair"].detail
 

@@ -70,6 +70,7 @@ class FakeGpu(Runner):
     def __init__(self, device, took: dict[str, float], first: float = 1.0):
         self.device, self.where, self.took, self.first = device, torch.device("cpu"), took, first
         self.launched: list[tuple] = []
+        self.compiled: list[str] = []
         self.measured = 0
 
     def plan(self, problem, backend=None):
@@ -86,12 +87,14 @@ class FakeGpu(Runner):
         return Gradients()
 
     def seconds(self, step, calls):
+        if (kernel := next(iter(self.launched[-1][1].kernels))) not in self.compiled and len(self.launched[-1][1].kernels) == 1:
+            self.compiled.append(kernel)  # the launch before a kernel's first timing was its own
         for i in range(calls):
             step(i)
         kernels = {k for launch in self.launched[-calls:] for k in launch[1].kernels}
         (kernel,) = kernels  # one kernel at a time
         self.measured += 1
-        factor = self.first if self.measured <= speed.ROUNDS + 2 else 1.0  # the warm-up asks twice
+        factor = self.first if self.measured <= speed.ROUNDS + 2 else 1.0  # the estimate of the number of calls asks twice
         return calls * 1e-6 * self.took[kernel] * factor
 
 
@@ -131,6 +134,7 @@ def test_what_is_timed_is_what_the_tuner_timed(records, gpu):
     context = gpu(GOOD)
     list(speed.run(context))
     launched = context.runner.launched
+    assert context.runner.compiled == ["forward", "backward_dkv", "backward_dq"]  # before they are timed
     timed = [launch for launch in launched if len(launch[1].kernels) == 1]
     needs = {next(iter(launch[1].kernels)): launch[3] for launch in timed if launch[0] == "backward"}
     assert needs == {"backward_dkv": Needs(query=False), "backward_dq": Needs(key=False, value=False)}
