@@ -71,7 +71,7 @@ class FakeGpu(Runner):
         self.device, self.where, self.took, self.first = device, torch.device("cpu"), took, first
         self.launched: list[tuple] = []
         self.compiled: list[str] = []
-        self.measured = 0
+        self.measured = self.rounds = 0
 
     def plan(self, problem, backend=None):
         space = backends.load("triton").space
@@ -94,7 +94,7 @@ class FakeGpu(Runner):
         kernels = {k for launch in self.launched[-calls:] for k in launch[1].kernels}
         (kernel,) = kernels  # one kernel at a time
         self.measured += 1
-        factor = self.first if self.measured <= speed.ROUNDS + 2 else 1.0  # the estimate of the number of calls asks twice
+        factor = self.first if self.measured <= self.rounds + 2 else 1.0  # the estimate of the number of calls asks twice
         return calls * 1e-6 * self.took[kernel] * factor
 
 
@@ -107,7 +107,9 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pynvml", nvml_module(Nvml()))
 
     def make(took, level="quick", first=1.0, device=H200):
-        return Context(FakeGpu(device, took, first), level, 0, golden=tmp_path)
+        context = Context(FakeGpu(device, took, first), level, 0, golden=tmp_path)
+        context.runner.rounds = speed.rounds_of(context, len(took))
+        return context
 
     return make
 
@@ -214,7 +216,7 @@ def test_a_record_of_a_tiling_that_is_not_in_use_is_none(records, gpu):
 
 def test_levels_take_the_recorded_calls_nearest_to_their_kinds(records):
     calls = [("B16 H32", 1024, 64, "full bf16"), ("B4 H16", 4096, 128, "causal bf16"), ("B2 H16", 8192, 128, "causal bf16")]
-    calls.append(("B1 H8", 8192, 256, "full fp16"))
+    calls.append(("B1 H8", 8192, 256, "causal bf16"))
     forward = "".join(
         f"        - when: {{dtype: [bf16, fp16], head_dim_le: {d}, seqlen_q_le: {s}}}\n          use: {TILING}\n"
         f'          proof: {{source: measured, problem: "{batch} S{s} D{d} {kind}", median_us: 100.0}}\n'
@@ -228,7 +230,7 @@ def test_levels_take_the_recorded_calls_nearest_to_their_kinds(records):
     assert names["quick"] == ["forward/b4-h16-s4096-d128-causal-bf16"]
     assert set(names["standard"]) == {
         "forward/b4-h16-s4096-d128-causal-bf16", "forward/b2-h16-s8192-d128-causal-bf16",
-        "forward/b16-h32-s1024-d64-full-bf16", "forward/b1-h8-s8192-d256-full-fp16",
+        "forward/b16-h32-s1024-d64-full-bf16", "forward/b1-h8-s8192-d256-causal-bf16",
     }  # fmt: skip
 
 

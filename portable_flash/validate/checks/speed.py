@@ -53,9 +53,10 @@ class SpeedLimits:
 
 
 LIMITS = SpeedLimits()
-ROUNDS = 9
+ROUNDS = 9, 27  # at least, at most; between them what the level's speed_seconds allow
 CPU_ROUNDS = 25  # of which the fastest counts: one that nothing else had a part in
 ROUND_S = 0.02  # device time of a round: some calls, as in the tuner's last rung
+SAMPLE_S = 0.05  # between readings of clocks and temperature
 LOWER_CAP = 0.97  # of the recorded power cap; less is named as a reason
 
 
@@ -78,14 +79,20 @@ def run(context: Context, folder: Path | None = None) -> Iterator[Check]:
             continue
         started = time.perf_counter()
         try:
-            check = _check(context, name, one, known)
+            check = _check(context, name, one, known, rounds_of(context, len(calls)))
         except torch.cuda.OutOfMemoryError as error:
             check = Check(id=name, status="skipped", severity="info", detail=f"does not fit into the memory that is free: {error}")
         yield replace(check, seconds=time.perf_counter() - started)
 
 
 # ------------------------------------------------------------------ one call
-def _check(context: Context, name: str, one: Timing, known: Mapping[str, golden.Golden]) -> Check:
+def rounds_of(context: Context, calls: int) -> int:
+    if context.device.vendor == "cpu":
+        return CPU_ROUNDS
+    return max(ROUNDS[0], min(ROUNDS[1], int(context.settings.speed_seconds / calls / ROUND_S)))
+
+
+def _check(context: Context, name: str, one: Timing, known: Mapping[str, golden.Golden], rounds: int) -> Check:
     place = _key(context, one)
     record = one.record
     if record is None and place in known and one.name in known[place].speed_us:
@@ -93,11 +100,11 @@ def _check(context: Context, name: str, one: Timing, known: Mapping[str, golden.
     context.enter(_only(one), one.name)
     step = _step(context, one)
     step(0)  # compiles: the first call of a timing must not be hundreds of times as long as the others
-    with Sampler(context.device) as load:
-        samples = _time(context, step)
+    with Sampler(context.device, SAMPLE_S) as load:
+        samples = _time(context, step, rounds)
         warn, fail = (LIMITS.cpu_warn, LIMITS.cpu_fail) if context.device.vendor == "cpu" else (LIMITS.warn, LIMITS.fail)
         if record is not None and _microseconds(context, samples) > warn * record.median_us:
-            again = _time(context, step)  # what was in the way once is gone; a slow device is as slow again
+            again = _time(context, step, rounds)  # what was in the way once is gone; a slow device is as slow again
             samples = min(samples, again, key=lambda s: _microseconds(context, s))
     measured = _microseconds(context, samples)
     data = {
@@ -124,10 +131,11 @@ def _hint(record: Record, data: Mapping[str, object], context: Context) -> str:
     reasons = str(data.get("throttle_reasons") or NONE)
     if reasons != NONE:
         told.append(f"clocks were held down by {reasons}")
-    if isinstance(clock := data.get("sm_clock_min"), float):
-        top = read(context.device).number("sm_clock_max")
-        told.append(f"lowest clock {clock:g} MHz" + (f" of {top:g}" if top else ""))
-    cap = read(context.device).number("power_limit") if context.device.index is not None else None
+    now = read(context.device)
+    if isinstance(clock := data.get("sm_clock_median"), float):
+        top = now.number("sm_clock_max")
+        told.append(f"the clock was {clock:g} MHz" + (f" of {top:g}" if top else ""))
+    cap = now.number("power_limit")
     if cap is not None and record.power_cap_w and cap < LOWER_CAP * record.power_cap_w:
         told.append(f"the power cap is {cap:g} W, the record was made at {record.power_cap_w:g} W")
     if any(reason in reasons for reason in THERMAL_REASONS):
@@ -136,8 +144,7 @@ def _hint(record: Record, data: Mapping[str, object], context: Context) -> str:
     return "; ".join(told)
 
 
-def _time(context: Context, step: Callable[[int], object]) -> Samples:
-    rounds = CPU_ROUNDS if context.device.vendor == "cpu" else ROUNDS if context.level == "quick" else 2 * ROUNDS
+def _time(context: Context, step: Callable[[int], object], rounds: int) -> Samples:
     budget = ROUND_S / 20 if context.small else ROUND_S
     with one_thread(context):  # on the CPU: threads that wait for one another on busy cores tell of the others' work
         return interleave({"call": Run(step)}, context.runner, rounds, budget)["call"]
