@@ -18,7 +18,7 @@ import secrets
 import stat
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from .report import LEVELS, SCHEMA, Report, to_json, together, verdict_of
 MAX_BYTES = 16 << 20  # of a document; a run with every check on a host of 8 devices takes about 1 MB
 MAX_DEVICES = 1024  # of a host
 MAX_CHECKS = 20_000  # of a device
+MAX_INTEGER = 2**64  # JSON has no bound, and what is larger is no count, size or index
 
 
 class ReportError(ValueError):
@@ -84,21 +85,30 @@ def formats() -> dict[str, Callable[[Report], str]]:
 
 
 def write(report: Report, outputs: Mapping[str, str | os.PathLike[str]]) -> None:
-    """Write a report in each format asked for, {"html": path, ...}; the path "-" is standard output. Raises OutputError.
+    """Write a report in each format asked for, {"html": path, ...}; the path "-" is standard output.
 
-    Every format is made before any file is touched.
+    A format that fails does not keep the others from being written: its error, such as OutputError, is raised after them.
     """
     known = formats()
     unknown = sorted(set(outputs) - set(known))
     if unknown:
         raise ValueError(f"format {unknown[0]!r}: allowed are {', '.join(known)}")
-    texts = {name: known[name](report) for name in outputs}
+    errors = []
     for name, path in outputs.items():
-        write_text(path, texts[name], f"--{name}")
+        try:
+            write_text(path, known[name](report), f"--{name}")
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def check_writable(path: str | os.PathLike[str], option: str) -> None:
-    """Raise OutputError now rather than after a long run."""
+    """Raise now rather than after a long run: OutputError, or for "--html" ModuleNotFoundError where there is no jinja2."""
+    if option == "--html":
+        from . import html
+
+        html.environment()
     if os.fspath(path) == "-":
         return
     target = os.path.realpath(path)
@@ -119,7 +129,6 @@ def write_text(path: str | os.PathLike[str], text: str, option: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
-    check_writable(path, option)
     target = os.path.realpath(path)  # a link stays a link
     try:
         if os.path.exists(target) and not os.path.isfile(target):
@@ -137,6 +146,7 @@ def write_text(path: str | os.PathLike[str], text: str, option: str) -> None:
                 os.unlink(temporary)
             raise
     except OSError as error:
+        check_writable(path, option)  # says it better where it knows
         raise OutputError(f"{option}: cannot write {path}: {error.strerror or error}") from None
 
 
@@ -192,15 +202,27 @@ def _check(report: Report, label: str) -> None:
         raise ReportError(f"{label}: started {report.started[:40]!r}: no ISO 8601 time with a time zone") from None
     if len(report.devices) > MAX_DEVICES:
         raise ReportError(f"{label}: {len(report.devices)} devices: at most {MAX_DEVICES}")
+    _bound(label, "seed", (report.seed,))
     for index, device in enumerate(report.devices):
         where = f"devices[{index}]"
         if len(device.checks) > MAX_CHECKS:
             raise ReportError(f"{label}: {where} has {len(device.checks)} checks: at most {MAX_CHECKS}")
+        identity = device.identity
+        _bound(label, f"{where}.identity", (identity.index or 0, identity.compute_units, identity.memory_bytes))
+        for position, check in enumerate(device.checks):
+            _bound(label, f"{where}.checks[{position}].data", check.data.values())
         borne = verdict_of(device.checks, report.strict)
         if _better(device.verdict, borne):
             raise ReportError(f"{label}: {where}.verdict is {device.verdict}, but its checks make it {borne}")
     if _better(report.verdict, borne := together(device.verdict for device in report.devices)):
         raise ReportError(f"{label}: verdict is {report.verdict}, but its devices make it {borne}")
+
+
+def _bound(label: str, where: str, values: Iterable[Any]) -> None:
+    for value in values:
+        whole = (min(value, default=0), max(value, default=0)) if type(value) is list else (value,) if type(value) is int else ()
+        if any(abs(each) >= MAX_INTEGER for each in whole):
+            raise ReportError(f"{label}: {where}: an integer beyond 64 bits")
 
 
 def _better(claimed: str, borne: str) -> bool:

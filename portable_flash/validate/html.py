@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from . import summary
@@ -92,11 +93,12 @@ def render(report: Report) -> str:
     """The page. Raises ModuleNotFoundError where there is no jinja2."""
     views = [_view(device, len(report.devices)) for device in report.devices]
     limit = [Mark(percent(1, AXIS), "limit", limit=True)]
-    return environment().get_template("report.html").render(report=report, views=views, limit=limit, summary=summary, most=MOST_ROWS)
+    return environment().get_template("report.html").render(report=report, views=views, limit=limit, summary=summary)
 
 
+@cache
 def environment(*packages: str) -> Any:
-    """Jinja's environment with escaping on. `packages`: whose "templates" folders are searched before this one's.
+    """Jinja's environment with escaping on; it keeps the compiled templates. `packages`: whose "templates" folders are searched before this one's.
 
     Raises ModuleNotFoundError, saying what to install, where there is no jinja2 (torch brings it).
     """
@@ -144,7 +146,7 @@ def _view(device: DeviceReport, devices: int) -> View:
         speed=speed,
         speed_marks=marks,
         repeats=_repeats(repeats),
-        damage=[_damage(check) for check in repeats if isinstance(check.data.get("bits"), list)],
+        damage=[_damage(check) for check in repeats if isinstance(check.data.get("bits"), list)][:MOST_ROWS],
     )
 
 
@@ -221,13 +223,13 @@ def _repeats(checks: list[Check]) -> Repeats | None:
 
 def _damage(check: Check) -> Damage:
     whole: Callable[[str], list[int]] = lambda name: value if isinstance(value := check.data.get(name), list) else []
-    bits, lanes = whole("bits"), whole("lanes")
+    bits, lanes = set(whole("bits")), set(whole("lanes"))
     width = next((width for width in (16, 32, 64) if max(bits, default=0) < width), 64)
     count = check.data.get("tile_count")
     return Damage(
         id=check.id,
         bits=[int(bit in bits) for bit in range(width - 1, -1, -1)],
         lanes=[int(lane in lanes) for lane in range(32)],
-        tiles=list(zip(whole("matrices"), whole("tiles"), strict=False)),
+        tiles=list(zip(whole("matrices"), whole("tiles"), strict=False))[:MOST_ROWS],
         tile_count=count if isinstance(count, int) else len(whole("tiles")),
     )

@@ -1,12 +1,14 @@
 """A report as JUnit XML, the format that CI systems read: a test suite a device, a test case a check.
 
+It follows both schemas in use: Apache Ant's (github.com/windyroad/JUnit-Schema) and that of Jenkins' xUnit plugin (junit-10.xsd).
+
 | status | JUnit |
 |---|---|
 | pass | passed |
 | fail, and under --strict warn and unread | failure |
 | inconclusive or unread, where that leaves no verdict (critical) | error |
 | inconclusive or unread otherwise, skipped | skipped |
-| warn | passed, with the text in system-out |
+| warn | passed, and told in the suite's system-out |
 
 The last case of each suite is the device's verdict, so that a suite is green only where the verdict is a pass.
 """
@@ -24,12 +26,9 @@ def render(report: Report) -> str:
     """The XML document, UTF-8. Characters that XML does not allow are shown as escapes."""
     # the schema's time has no zone; it is UTC as in the report
     began = summary.started(report).astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
-    root = ElementTree.Element("testsuites", name="portable-flash validate")
+    root = ElementTree.Element("testsuites")  # Ant's schema allows it no attributes
     for index, device in enumerate(report.devices):
         root.append(_suite(report, device, index, began))
-    for count in ("tests", "failures", "errors"):
-        root.set(count, str(sum(int(suite.get(count, "0")) for suite in root)))
-    root.set("time", f"{report.seconds:.3f}")
     ElementTree.indent(root, " ")
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
@@ -59,6 +58,9 @@ def _suite(report: Report, device: DeviceReport, index: int, began: str) -> Elem
     wanted = {"pass": "passed", "fail": "failure", "no_verdict": "error"}[device.verdict]
     verdict = Check(id="verdict", status="pass", detail=device.reason or summary.WORDS[device.verdict])
     _case(suite, where, "verdict", 0.0, wanted, verdict)
+    warnings = [f"warn {clean(check.id, 400)}: {_text(check, ', ')}" for check in device.checks if check.status == "warn"]
+    ElementTree.SubElement(suite, "system-out").text = "\n".join(warnings)
+    ElementTree.SubElement(suite, "system-err").text = ""
     suite.set("tests", str(len(suite.findall("testcase"))))
     for count, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
         suite.set(count, str(len(suite.findall(f"testcase/{tag}"))))
@@ -68,11 +70,7 @@ def _suite(report: Report, device: DeviceReport, index: int, began: str) -> Elem
 def _case(suite: ElementTree.Element, where: str, name: str, seconds: float, result: str, check: Check) -> None:
     clean = summary.clean
     case = ElementTree.SubElement(suite, "testcase", classname=where, name=clean(name, 400), time=f"{seconds:.3f}")
-    lines = [summary.measured(check), check.detail, f"hint: {check.hint}" if check.hint else ""]
-    text = "\n".join(clean(line) for line in lines if line)
     if result == "passed":
-        if check.status == "warn":
-            ElementTree.SubElement(case, "system-out").text = f"warn: {text}"
         return
     first = clean(check.detail or summary.measured(check) or check.status, 300)
     if check.status in ("inconclusive", "unread"):
@@ -80,4 +78,9 @@ def _case(suite: ElementTree.Element, where: str, name: str, seconds: float, res
     found = ElementTree.SubElement(case, result, message=first)
     if result != "skipped":
         found.set("type", check.severity)
-        found.text = text
+        found.text = _text(check, "\n")
+
+
+def _text(check: Check, between: str) -> str:
+    lines = [summary.measured(check), check.detail, f"hint: {check.hint}" if check.hint else ""]
+    return between.join(summary.clean(line) for line in lines if line)

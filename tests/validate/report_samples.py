@@ -30,6 +30,7 @@ HOSTILE = (
     "\x1b]0;owned\x07\x1b[2J\x1b[31m",
     'quote " backslash \\ newline \n tab \t nul \x00 bell \x07 \ufffe \U0001f525',
     "a]]>b & c < d \u202edesrever",
+    "C:\\new\\table\\",
     "x" * 3000,
 )
 

@@ -3,7 +3,9 @@
 import gzip
 import json
 import os
+import random
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from report_samples import SAMPLES, checks, clean, device, failing, node, report
 from tools import require_module
 
-from portable_flash.validate import document
+from portable_flash.validate import document, html, junit, terminal
 from portable_flash.validate.report import to_json
 
 TEXT = to_json(clean())
@@ -56,6 +58,9 @@ REFUSED = {
     "NaN": (TEXT.replace("0.62", "NaN", 1), "malformed"),
     "infinity": (TEXT.replace("0.62", "1e999", 1), "out of range"),
     "nested list in data": (TEXT.replace('"rms_ratio": 1.01', '"rms_ratio": [[1]]', 1), "data"),
+    "huge seed": (TEXT.replace("20260611", "9" * 400), "seed: an integer beyond 64 bits"),
+    "huge size": (TEXT.replace('"compute_units": 132', '"compute_units": -' + "9" * 30), "devices[0].identity: an integer beyond"),
+    "huge datum": (TEXT.replace('"runs": 5', '"runs": [1, ' + "9" * 400 + "]", 1), ".data: an integer beyond 64 bits"),
     "unknown level": (TEXT.replace('"level": "quick"', '"level": "lazy"'), "level 'lazy': allowed are quick, standard, soak"),
     "time without a zone": (TEXT.replace("+00:00", ""), "started '2026-11-30T09:15:02'"),
     "no time": (TEXT.replace("2026-11-30T09:15:02+00:00", "yesterday"), "started 'yesterday'"),
@@ -78,6 +83,36 @@ def test_refused_by_name(what):
 def test_bytes_that_are_no_text():
     with pytest.raises(document.ReportError, match="f.json: .*UTF-8"):
         document.read(TEXT.encode().replace(b"node-017", b"\xff\xfe"), "f.json")
+
+
+def test_whatever_is_read_can_be_rendered():
+    """One value of a document replaced by anything: it is refused by name, or every form can be made of it."""
+    draw = random.Random(1)
+    values = [None, True, -1, 0, 3, 2**63, -(2**64), 10**40, 0.5, -1e308, 1e-308, "", "x", "\u0000\u001b\u202e", "pass", [], [1], ["x"], {}, {"x": 1}]
+    small = report([device(found=[check for check in failing().devices[0].checks if check.group in ("repeatability", "speed", "control")][8:])])
+    outcomes = Counter()
+    for _ in range(200):
+        data = json.loads(to_json(small))
+        holder, key = draw.choice(list(leaves(data)))
+        holder[key] = draw.choice(values)
+        try:
+            found = document.read(json.dumps(data).encode(), "f.json")
+        except document.ReportError as error:
+            assert str(error).startswith("f.json: ")
+            outcomes["refused"] += 1
+            continue
+        outcomes["read"] += 1
+        for render in (*document.formats().values(), terminal.plain):
+            assert render(found)
+    assert min(outcomes["read"], outcomes["refused"]) > 40, outcomes
+
+
+def leaves(data):
+    """(holder, key) of every value in a document."""
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+        yield data, key
+        if isinstance(value, (dict, list)):
+            yield from leaves(value)
 
 
 def test_errors_are_safe_to_print():
@@ -227,13 +262,21 @@ def test_what_cannot_be_written_is_said_at_once(tmp_path, monkeypatch):
         document.check_writable(tmp_path / "r.html", "--html")
 
 
-def test_nothing_is_written_where_one_format_cannot_be_made(tmp_path, monkeypatch):
-    from portable_flash.validate import junit
-
+def test_one_format_that_fails_leaves_the_others(tmp_path, monkeypatch):
     def broken(report):
         raise RuntimeError("no")
 
     monkeypatch.setattr(junit, "render", broken)
-    with pytest.raises(RuntimeError):
-        document.write(clean(), {"json": tmp_path / "r.json", "junit": tmp_path / "r.xml"})
-    assert not os.listdir(tmp_path)
+    outputs = {"junit": tmp_path / "r.xml", "prometheus": tmp_path / "no" / "r.prom", "json": tmp_path / "r.json"}
+    with pytest.raises(RuntimeError, match="no"):
+        document.write(clean(), outputs)
+    assert os.listdir(tmp_path) == ["r.json"] and document.read(tmp_path / "r.json") == clean()
+
+
+def test_html_without_jinja2_is_said_before_the_run(monkeypatch):
+    document.check_writable("-", "--html")
+    html.environment.cache_clear()
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ModuleNotFoundError, match="--html needs jinja2"):
+        document.check_writable("-", "--html")
+    document.check_writable("-", "--json")
