@@ -39,11 +39,17 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
 
     compare = commands.add_parser(
-        "compare", help="compare reports of portable-flash validate --json", epilog=EXITS, formatter_class=argparse.RawDescriptionHelpFormatter,
+        "compare",
+        help="compare reports of portable-flash validate --json",
+        epilog=EXITS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Compare the reports of many machines: outliers, bits, versions, speed, who is missing.",
-    )  # fmt: skip
+    )
     compare.add_argument(
-        "reports", nargs="+", metavar="REPORT", help="a .json or .json.gz file, a folder, a pattern, @FILE with a list of names, or - for a list on stdin"
+        "reports",
+        nargs="+",
+        metavar="REPORT",
+        help="a .json or .json.gz file, a folder, a pattern, @FILE with a list of names, or - for a list on stdin",
     )
     compare.add_argument(
         "--hosts-from-names", action="store_true", help="take a host's name from its file's (node7.json: node7), as for reports of pods"
@@ -52,23 +58,33 @@ def _parser() -> argparse.ArgumentParser:
     compare.set_defaults(run=_compare)
 
     validate = commands.add_parser(
-        "validate", help="validate every GPU of a Ray cluster", epilog=EXITS, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Validate every GPU of a Ray cluster, one task a GPU, and compare the reports. Arguments after -- go to portable-flash validate.",
-    )  # fmt: skip
+        "validate",
+        help="validate every GPU of a Ray cluster",
+        epilog=EXITS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Validate every GPU of a Ray cluster, one task a GPU, and compare the reports. "
+        "Arguments after -- go to portable-flash validate.",
+    )
     validate.add_argument("--ray", required=True, metavar="ADDRESS", help='of the cluster: "auto", HOST:PORT, or ray://HOST:PORT')
     validate.add_argument("--level", choices=LEVELS, default="quick")
     validate.add_argument("--cpu", action="store_true", help="validate the CPU backend, once a node")
     validate.add_argument("--out", metavar="DIR", help="keep every report in this folder")
     validate.add_argument("--timeout", type=_seconds, metavar="S", help="seconds for one GPU, from its start; default by level")
-    validate.add_argument("--start-timeout", type=_seconds, default=300.0, metavar="S", help="seconds until a GPU is free and its task begins (300)")
+    validate.add_argument(
+        "--start-timeout", type=_seconds, default=300.0, metavar="S", help="seconds until a GPU is free and its task begins (300)"
+    )
     _judging(validate)
-    validate.add_argument("extra", nargs="*", metavar="ARGUMENT", help="after --: arguments of portable-flash validate, such as --only accuracy")
+    validate.add_argument(
+        "extra", nargs="*", metavar="ARGUMENT", help="after --: arguments of portable-flash validate, such as --only accuracy"
+    )
     validate.set_defaults(run=_validate)
     return parser
 
 
 def _judging(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--expect", action="append", default=[], metavar="FILE", help="hosts that must report: a line is HOST or HOST DEVICES")
+    parser.add_argument(
+        "--expect", action="append", default=[], metavar="FILE", help="hosts that must report: a line is HOST or HOST DEVICES"
+    )
     parser.add_argument("--expect-count", action="append", default=[], metavar="MODEL=N", help="how many devices of a model must report")
     parser.add_argument("--allow-missing", action="store_true", help="what is missing or refused is named, and takes no verdict away")
     parser.add_argument("--strict", action="store_true", help="drift and other warnings fail")
@@ -94,9 +110,13 @@ def _validate(arguments: argparse.Namespace) -> int:
     wanted = expected.read(arguments.expect, arguments.expect_count)
     outputs = _outputs(arguments)
     run = ray_run.Run(
-        level=arguments.level, cpu=arguments.cpu, extra=tuple(arguments.extra), timeout_s=arguments.timeout or ray_run.TIMEOUTS_S[arguments.level],
-        start_timeout_s=arguments.start_timeout, out=arguments.out,
-    )  # fmt: skip
+        level=arguments.level,
+        cpu=arguments.cpu,
+        extra=tuple(arguments.extra),
+        timeout_s=arguments.timeout or ray_run.TIMEOUTS_S[arguments.level],
+        start_timeout_s=arguments.start_timeout,
+        out=arguments.out,
+    )
     fleet = Fleet()
     ray_run.validate(arguments.ray, run, fleet, lambda line: print(line, file=sys.stderr, flush=True))
     return _finish(fleet, wanted, arguments, outputs)
@@ -105,6 +125,8 @@ def _validate(arguments: argparse.Namespace) -> int:
 def _outputs(arguments: argparse.Namespace) -> dict[str, str]:
     """Format -> file; refuses a file that cannot be written before any work is done."""
     outputs = {name: path for name in formats.HELP if (path := getattr(arguments, name)) is not None}
+    if list(outputs.values()).count("-") > 1:
+        raise document.OutputError(f"--{' and --'.join(n for n, path in outputs.items() if path == '-')}: only one fits on standard output")
     for name, path in outputs.items():
         document.check_writable(path, f"--{name}")
     return outputs

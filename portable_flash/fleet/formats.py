@@ -35,12 +35,27 @@ def junit(report: FleetReport) -> str:
         passed = sum(m.passed for m in report.models if m.name == model)
         kinds = Counter(f.weight for f in found)
         suite = xml.SubElement(
-            root, "testsuite", name=clean(model or "fleet"), tests=str(len(found) + 1), failures=str(kinds["fail"]), errors=str(kinds["no_verdict"]),
-            skipped=str(kinds["warn"] + kinds["info"]), timestamp=report.made, time="0",
-        )  # fmt: skip
-        xml.SubElement(suite, "testcase", classname=clean(model or "fleet"), name=f"{passed} devices passed" if model else "reports read", time="0")
+            root,
+            "testsuite",
+            name=clean(model or "fleet"),
+            tests=str(len(found) + 1),
+            failures=str(kinds["fail"]),
+            errors=str(kinds["no_verdict"]),
+            skipped=str(kinds["warn"] + kinds["info"]),
+            timestamp=report.made,
+            time="0",
+        )
+        xml.SubElement(
+            suite, "testcase", classname=clean(model or "fleet"), name=f"{passed} devices passed" if model else "reports read", time="0"
+        )
         for finding in found:
-            case = xml.SubElement(suite, "testcase", classname=clean(model or "fleet"), name=clean(f"{words.KINDS[finding.kind]}: {finding.subject}"), time="0")
+            case = xml.SubElement(
+                suite,
+                "testcase",
+                classname=clean(model or "fleet"),
+                name=clean(f"{words.KINDS[finding.kind]}: {finding.subject}"),
+                time="0",
+            )
             tag = {"fail": "failure", "no_verdict": "error"}.get(finding.weight, "skipped")
             xml.SubElement(case, tag, message=clean(finding.detail)).text = None if tag == "skipped" else clean(finding.hint)
     xml.indent(root)
@@ -62,7 +77,11 @@ def prometheus(report: FleetReport) -> str:
     metric("hosts", "hosts that reported", [({}, report.hosts)])
     metric("reports_refused", "reports that could not be read", [({}, report.refused)])
     metric("missing", "hosts and models that were expected and did not report in full", [({}, report.missing)])
-    by_model = [({"model": m.name, "verdict": v}, n) for m in report.models for v, n in (("pass", m.passed), ("fail", m.failed), ("no_verdict", m.no_verdict))]
+    by_model = [
+        ({"model": m.name, "verdict": v}, n)
+        for m in report.models
+        for v, n in (("pass", m.passed), ("fail", m.failed), ("no_verdict", m.no_verdict))
+    ]
     metric("devices", "devices by model and verdict", by_model)
     kinds = Counter((f.kind, f.model) for f in report.findings)
     metric("findings", "findings by kind and model", [({"kind": kind, "model": model}, n) for (kind, model), n in sorted(kinds.items())])

@@ -28,7 +28,8 @@ def _chart(report: FleetReport, kind: str) -> tuple[list[Track], list[Mark]]:
     if not known:
         return [], []
     outliers = {
-        model.name: [f for f in report.findings if f.kind == kind and f.model == model.name and f.measured is not None] for model, _ in known
+        model.name: [f for f in report.findings if f.kind == kind and f.model == model.name and f.measured is not None]
+        for model, _ in known
     }
     # an axis for the many: what lies far beyond is drawn at its end, and its number is in the text
     start = 0.0 if kind == "error" else 0.8

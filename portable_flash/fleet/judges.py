@@ -71,10 +71,16 @@ def differing(devices: Sequence[DeviceFacts], votes: Votes, names: Names) -> Ite
         members = [devices[i].name for i in who]
         text = f"{len(questions)} results differ among these devices and no majority has the same bits, such as "
         yield Finding(
-            kind="tie", weight="no_verdict", model=members[0].model, subject=_some(members), devices=members[:LISTED],
-            count=len(members), detail=text + question_text(names, questions[0]), checks=[question_text(names, q) for q in questions[:LISTED]],
+            kind="tie",
+            weight="no_verdict",
+            model=members[0].model,
+            subject=_some(members),
+            devices=members[:LISTED],
+            count=len(members),
+            detail=text + question_text(names, questions[0]),
+            checks=[question_text(names, q) for q in questions[:LISTED]],
             hint="validate each with --level standard, or compare with more devices of this model and software",
-        )  # fmt: skip
+        )
 
 
 class Outliers:
@@ -126,7 +132,9 @@ class Outliers:
 
     def _checks(self, kind: str) -> Iterator[Finding]:
         measure = MEASURES[kind]
-        cells = [(model, cell, values) for model in self.models for cell, values in self._values[model, kind].items() if len(values) >= FEWEST]
+        cells = [
+            (model, cell, values) for model in self.models for cell, values in self._values[model, kind].items() if len(values) >= FEWEST
+        ]
         beyond = bound(sum(len(values) for _, _, values in cells))
         devices_failed = [set(facts.failed) for facts in self.devices]  # what failed is told already
         found: dict[int, list[tuple[float, float, float, float, int]]] = {}
@@ -139,10 +147,22 @@ class Outliers:
         for number, hits in sorted(found.items()):
             score, value, typical, limit, check = max(hits)
             facts = self.devices[number]
-            text = f"{self.names[check]}: {value:.3g}, median of its model {typical:.3g}" + (f"; {len(hits)} such checks" if len(hits) > 1 else "")
+            text = f"{self.names[check]}: {value:.3g}, median of its model {typical:.3g}" + (
+                f"; {len(hits)} such checks" if len(hits) > 1 else ""
+            )
             checks = [self.names[h[4]] for h in sorted(hits, reverse=True)[:LISTED]]
             yield _one(
-                facts, kind, "fail", text, again(facts.name), checks, measured=value, typical=typical, limit=limit, score=score, unit=measure.unit
+                facts,
+                kind,
+                "fail",
+                text,
+                again(facts.name),
+                checks,
+                measured=value,
+                typical=typical,
+                limit=limit,
+                score=score,
+                unit=measure.unit,
             )
 
     def _slow(self) -> Iterator[Finding]:
@@ -224,7 +244,14 @@ def absent(
     strangers = expectations.unexpected_hosts(expected, hosts)
     if strangers:
         text = f"{len(strangers)} hosts that --expect does not name reported: {', '.join(sorted(strangers)[:LISTED])}"
-        yield Finding(kind="unexpected", weight="info", subject=f"{len(strangers)} hosts", count=len(strangers), detail=text, hint="add them to the list")
+        yield Finding(
+            kind="unexpected",
+            weight="info",
+            subject=f"{len(strangers)} hosts",
+            count=len(strangers),
+            detail=text,
+            hint="add them to the list",
+        )
 
 
 def refused(reports: Iterable[tuple[str, str]], allowed: bool) -> Iterator[Finding]:

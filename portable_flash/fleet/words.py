@@ -33,7 +33,12 @@ def headline(report: FleetReport) -> str:
     text = f"{plural(report.devices, 'device')} on {plural(report.hosts, 'host')}: {', '.join(parts) or 'none was validated'}."
     extra = [f"{report.missing} missing"] if report.missing else []
     extra += [f"{plural(report.refused, 'report')} refused"] if report.refused else []
-    return text + (f" {', '.join(extra)}." if extra else "")
+    alone = report.devices - sum(model.compared for model in report.models)
+    return (
+        text
+        + (f" {', '.join(extra)}." if extra else "")
+        + (f" {plural(alone, 'device')} had no other to share bits with." if alone else "")
+    )
 
 
 def about(report: FleetReport) -> str:

@@ -1,7 +1,7 @@
 """A fleet that does not exist: reports as portable-flash validate writes them, with known faults among sound devices.
 
-    python tests/fleet/fleet_samples.py FOLDER [REPORTS]     write one, then: portable-flash fleet compare FOLDER/reports ...
-    python tests/fleet/fleet_samples.py --measure FILE       time and memory of a comparison of 2,000 reports, into a JSON file
+python tests/fleet/fleet_samples.py FOLDER [REPORTS]     write one, then: portable-flash fleet compare FOLDER/reports ...
+python tests/fleet/fleet_samples.py --measure FILE       time and memory of a comparison of 2,000 reports, into a JSON file
 """
 
 from __future__ import annotations
@@ -75,34 +75,69 @@ def sound(number: int, random_: random.Random, slow: float = 1.0, driver: str | 
             base = 0.6 + int(sha(slug, case, tensor)[:4], 16) / 0xFFFF * 0.5
             checks.append(
                 Check(
-                    id=f"accuracy/{case}/{tensor}", status="pass", measured=round(base * random_.lognormvariate(0, 0.06), 4), limit=3.0, unit=ERROR,
-                    detail="max 0.00312 (limit 0.0094), RMS 1.4e-04; worst at [0, 3, 129, 64]: 0.1182, expected 0.1179", seconds=0.11,
+                    id=f"accuracy/{case}/{tensor}",
+                    status="pass",
+                    measured=round(base * random_.lognormvariate(0, 0.06), 4),
+                    limit=3.0,
+                    unit=ERROR,
+                    detail="max 0.00312 (limit 0.0094), RMS 1.4e-04; worst at [0, 3, 129, 64]: 0.1182, expected 0.1179",
+                    seconds=0.11,
                     data={
-                        "worst_index": [0, 3, 129, 64], "value": 0.1182, "expected": 0.1179, "rms_ratio": 1.01, "cosine": 0.99999871,
-                        "max_error": 0.00312, "rms_error": 1.4e-04, "torch_max_error": 0.00301, "torch_rms_error": 1.39e-04, "elements": 4194304,
-                        "problem": f"B2 H16 Hk4 S517 D128 {case}", "plan": "triton 128x128, 8 warps, 3 stages (h200.yaml)",
+                        "worst_index": [0, 3, 129, 64],
+                        "value": 0.1182,
+                        "expected": 0.1179,
+                        "rms_ratio": 1.01,
+                        "cosine": 0.99999871,
+                        "max_error": 0.00312,
+                        "rms_error": 1.4e-04,
+                        "torch_max_error": 0.00301,
+                        "torch_rms_error": 1.39e-04,
+                        "elements": 4194304,
+                        "problem": f"B2 H16 Hk4 S517 D128 {case}",
+                        "plan": "triton 128x128, 8 warps, 3 stages (h200.yaml)",
                     },
                 )
-            )  # fmt: skip
+            )
     for phase, repeats in (("cold", 5), ("load", 200)):
         checks.append(
             Check(
-                id=f"repeatability/{phase}", status="pass", measured=0, limit=0, unit="repeats that differ, at most",
-                detail=f"{repeats} repeats of forward and backward, bit for bit equal", seconds=1.9, data={"repeats": repeats},
+                id=f"repeatability/{phase}",
+                status="pass",
+                measured=0,
+                limit=0,
+                unit="repeats that differ, at most",
+                detail=f"{repeats} repeats of forward and backward, bit for bit equal",
+                seconds=1.9,
+                data={"repeats": repeats},
             )
-        )  # fmt: skip
+        )
     pace = slow * random_.gauss(1.0, 0.012)  # clocks and cooling differ between sound devices
     for check in SPEEDS:
         record = 200.0 + int(sha(slug, check)[:4], 16) / 100
         measured = round(pace * random_.gauss(1.0, 0.008), 4)
         checks.append(
             Check(
-                id=check, status="pass" if measured < 1.12 else "warn", severity="minor", measured=measured, limit=1.3,
-                unit="x the recorded time, at most", detail=f"{record * measured:.1f} us, record {record:.1f} us ({slug}.yaml)",
-                hint="" if measured < 1.12 else "Look at clocks and the power cap.", data={"measured_us": record * measured, "record_us": record, "tiling": "128x128, 8 warps"},
+                id=check,
+                status="pass" if measured < 1.12 else "warn",
+                severity="minor",
+                measured=measured,
+                limit=1.3,
+                unit="x the recorded time, at most",
+                detail=f"{record * measured:.1f} us, record {record:.1f} us ({slug}.yaml)",
+                hint="" if measured < 1.12 else "Look at clocks and the power cap.",
+                data={"measured_us": record * measured, "record_us": record, "tiling": "128x128, 8 warps"},
             )
-        )  # fmt: skip
-    for edge in ("rows-without-keys", "length-zero", "one-query", "odd-lengths", "nan-in-masked-slots", "large-logits", "layouts", "strides"):
+        )
+    for edge in (
+        "rows-without-keys",
+        "length-zero",
+        "one-query",
+        "odd-lengths",
+        "nan-in-masked-slots",
+        "large-logits",
+        "layouts",
+        "strides",
+    ):
         checks.append(Check(id=f"edges/{edge}", status="pass", seconds=0.04))
     for signal in ("ecc_uncorrected", "row_remap", "throttle_reasons"):
         checks.append(Check(id=f"signals/{signal}", status="pass", measured=0, limit=0, unit="new, at most"))
@@ -113,33 +148,77 @@ def sound(number: int, random_: random.Random, slow: float = 1.0, driver: str | 
     key = sha(slug, driver, "2.12.0", "3.7.1")[:32]
     device = DeviceReport(
         identity=Identity(
-            index=0, name=name, slug=slug, vendor=vendor, arch=arch, compute_units=units, memory_bytes=gib * GIB, uuid=f"GPU-{sha(number)[:32]}",
-            serial=f"16{number:010d}", pci_address="0000:19:00.0", pci_id="10de:2335" if vendor == "nvidia" else "1002:74a1", vbios=f"vbios {slug}",
+            index=0,
+            name=name,
+            slug=slug,
+            vendor=vendor,
+            arch=arch,
+            compute_units=units,
+            memory_bytes=gib * GIB,
+            uuid=f"GPU-{sha(number)[:32]}",
+            serial=f"16{number:010d}",
+            pci_address="0000:19:00.0",
+            pci_id="10de:2335" if vendor == "nvidia" else "1002:74a1",
+            vbios=f"vbios {slug}",
         ),
-        verdict=verdict_of(checks), driver=driver, checks=checks,
+        verdict=verdict_of(checks),
+        driver=driver,
+        checks=checks,
         signals=[
             Signal(name=signal, unit="", before=random_.uniform(30, 40), after=random_.uniform(55, 70))
             for signal in (
-                "temperature", "temperature_memory", "power", "sm_clock", "memory_clock", "ecc_corrected", "ecc_uncorrected", "fan", "pcie_replays",
+                "temperature",
+                "temperature_memory",
+                "power",
+                "sm_clock",
+                "memory_clock",
+                "ecc_corrected",
+                "ecc_uncorrected",
+                "fan",
+                "pcie_replays",
             )
         ],
         kernels=[
-            Used(backend="triton", kernel=kernel, fingerprint=sha(kernel)[:8], case=case, tiling=f"128x{64 if units < 110 else 128}, 8 warps", source=slug)
-            for kernel in ("forward", "backward_dkv", "backward_dq") for case in CASES
+            Used(
+                backend="triton",
+                kernel=kernel,
+                fingerprint=sha(kernel)[:8],
+                case=case,
+                tiling=f"128x{64 if units < 110 else 128}, 8 warps",
+                source=slug,
+            )
+            for kernel in ("forward", "backward_dkv", "backward_dq")
+            for case in CASES
         ],
         digests=[
-            Digest(case=case, tensor=tensor, backend="triton", key=key, sha256=sha(slug, case, tensor)) for case in CASES[:4] for tensor in TENSORS
+            Digest(case=case, tensor=tensor, backend="triton", key=key, sha256=sha(slug, case, tensor))
+            for case in CASES[:4]
+            for tensor in TENSORS
         ],
-        inputs_sha256=sha("inputs"), seconds=21.4,
-    )  # fmt: skip
+        inputs_sha256=sha("inputs"),
+        seconds=21.4,
+    )
     software = Software(
-        portable_flash="0.1.0", python="3.11.9", torch="2.12.0", runtime="cuda 13.0" if vendor == "nvidia" else "rocm 7.2", triton="3.7.1",
-        driver=driver, platform="Linux-6.8-x86_64",
-    )  # fmt: skip
+        portable_flash="0.1.0",
+        python="3.11.9",
+        torch="2.12.0",
+        runtime="cuda 13.0" if vendor == "nvidia" else "rocm 7.2",
+        triton="3.7.1",
+        driver=driver,
+        platform="Linux-6.8-x86_64",
+    )
     return Report(
-        host=host_of(number), verdict=together([device.verdict]), level="quick", seed=number, started="2026-11-30T09:15:02+00:00", seconds=24.8,
-        strict=False, command=["portable-flash", "validate", "--level", "quick"], software=software, devices=[device],
-    )  # fmt: skip
+        host=host_of(number),
+        verdict=together([device.verdict]),
+        level="quick",
+        seed=number,
+        started="2026-11-30T09:15:02+00:00",
+        seconds=24.8,
+        strict=False,
+        command=["portable-flash", "validate", "--level", "quick"],
+        software=software,
+        devices=[device],
+    )
 
 
 def host_of(number: int) -> str:
@@ -166,7 +245,9 @@ def with_error(report: Report, id: str, factor: float) -> Report:
 def with_failed_repeats(report: Report, repeats: int = 1) -> Report:
     return with_checks(
         report,
-        lambda c: replace(c, status="fail", measured=repeats, detail=f"{repeats} of 200 repeats differ") if c.id == "repeatability/load" else c,
+        lambda c: (
+            replace(c, status="fail", measured=repeats, detail=f"{repeats} of 200 repeats differ") if c.id == "repeatability/load" else c
+        ),
     )
 
 
@@ -212,9 +293,19 @@ def timed(truth: Truth, folder: Path) -> tuple[dict, dict]:
     """Run the command in a process of its own: the document, and {exit code, seconds, peak memory in MB}."""
     out, page = folder / "fleet.json", folder / "fleet.html"
     command = [
-        sys.executable, "-m", "portable_flash.cli", "fleet", "compare", str(truth.folder), "--expect", str(truth.expect), "--json", str(out),
-        "--html", str(page),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "portable_flash.cli",
+        "fleet",
+        "compare",
+        str(truth.folder),
+        "--expect",
+        str(truth.expect),
+        "--json",
+        str(out),
+        "--html",
+        str(page),
+    ]
     begin = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     with process.stderr:
@@ -239,10 +330,13 @@ def main(arguments: list[str]) -> None:
         exact = named(document) == truth.wrong
     facts = {
         "what": "fleet compare of a simulated fleet of 16 models: 3 corrupted GPUs, 1 slow, 1 with an old driver, 2 hosts missing",
-        "command": "python tests/fleet/fleet_samples.py --measure benchmarks/results/fleet_compare.json", "cores": len(os.sched_getaffinity(0)),
-        "python": sys.version.split()[0], **cost, "found_exactly_these": exact,
+        "command": "python tests/fleet/fleet_samples.py --measure benchmarks/results/fleet_compare.json",
+        "cores": len(os.sched_getaffinity(0)),
+        "python": sys.version.split()[0],
+        **cost,
+        "found_exactly_these": exact,
         "found": {kind: sorted(names) for kind, names in sorted(named(document).items())},
-    }  # fmt: skip
+    }
     Path(arguments[1]).write_text(json.dumps(facts, indent=1) + "\n")
     print(json.dumps(facts, indent=1))
 

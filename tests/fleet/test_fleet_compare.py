@@ -7,7 +7,7 @@ from dataclasses import replace
 import fleet_samples as samples
 import pytest
 
-from portable_flash.fleet import expected
+from portable_flash.fleet import expected, words
 from portable_flash.fleet.compare import Fleet
 from portable_flash.fleet.findings import FleetReport
 from portable_flash.validate.report import Report, together
@@ -143,6 +143,7 @@ def test_only_equal_keys_vote():
     result = fleet_of(*reports, samples.with_other_bits(other, "fp16-d64-full", "lse"))
     assert [f.kind for f in result.findings] == ["drift"]
     assert (result.models[0].devices, result.models[0].compared) == (6, 5)
+    assert words.headline(result).endswith("1 device had no other to share bits with.")
 
 
 def test_a_device_that_answers_twice_is_in_the_minority():
@@ -213,8 +214,17 @@ def test_missing_hosts_and_devices(tmp_path):
     hosts.write_text(f"# fleet\n{first.host}.cluster.local 2\n\n{second.host}  # short\nnode99999\n")
     wanted = expected.read([str(hosts)], ["h200=3", "NVIDIA H200=2", "mi300x=1"])
     result = fleet_of(first, second, expected=wanted)
-    assert named(result) == [("missing", f"{first.host}.cluster.local"), ("missing", "node99999"), ("missing", "h200"), ("missing", "mi300x")]
-    assert [f.detail for f in result.findings][:3] == ["expected, 1 of 2 devices reported", "expected, no report", "expected, 2 of 3 devices reported"]
+    assert named(result) == [
+        ("missing", f"{first.host}.cluster.local"),
+        ("missing", "node99999"),
+        ("missing", "h200"),
+        ("missing", "mi300x"),
+    ]
+    assert [f.detail for f in result.findings][:3] == [
+        "expected, 1 of 2 devices reported",
+        "expected, no report",
+        "expected, 2 of 3 devices reported",
+    ]
     assert (result.verdict, result.missing) == ("no_verdict", 4)
     assert fleet_of(first, second, expected=wanted, allow_missing=True).verdict == "pass"
     hosts.write_text(first.host)

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from tools import require
 
+from portable_flash.fleet import cli
 from portable_flash.validate.report import to_json
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "fleet"
@@ -22,7 +23,9 @@ BIN = Path(sys.executable).parent  # where the command portable-flash is
 
 def run(command: list, **environment: str) -> subprocess.CompletedProcess:
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(list(map(str, command)), env=os.environ | {"PATH": path} | environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        list(map(str, command)), env=os.environ | {"PATH": path} | environment, capture_output=True, text=True, timeout=240
+    )
 
 
 def script(path: Path, text: str) -> Path:
@@ -46,9 +49,12 @@ def test_slurm_script_never_drains_by_itself(tmp_path, code):
     script(tmp_path / "bin" / "logger", f'echo "$@" >> {tmp_path}/log')
     stub = script(tmp_path / "bin" / "stub", f'echo "$@" > {tmp_path}/arguments; exit {code}')
     done = run(
-        [EXAMPLES / "slurm_prolog.sh"], PORTABLE_FLASH_COMMAND=str(stub), PORTABLE_FLASH_REPORTS=str(tmp_path / "reports"), SLURMD_NODENAME="node7",
+        [EXAMPLES / "slurm_prolog.sh"],
+        PORTABLE_FLASH_COMMAND=str(stub),
+        PORTABLE_FLASH_REPORTS=str(tmp_path / "reports"),
+        SLURMD_NODENAME="node7",
         PATH=f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
-    )  # fmt: skip
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not (tmp_path / "drained").exists()
     word = {0: "node7: pass", 1: "node7: FAIL"}.get(code, "node7: no verdict")
@@ -58,7 +64,9 @@ def test_slurm_script_never_drains_by_itself(tmp_path, code):
 
 def test_slurm_script_ends_within_60_s():
     text = (EXAMPLES / "slurm_prolog.sh").read_text()
-    own, after, outer = (int(re.search(pattern, text)[1]) for pattern in (r"--timeout (\d+)", r"--kill-after=(\d+)", r"--kill-after=\d+ (\d+) "))
+    own, after, outer = (
+        int(re.search(pattern, text)[1]) for pattern in (r"--timeout (\d+)", r"--kill-after=(\d+)", r"--kill-after=\d+ (\d+) ")
+    )
     assert own < outer and outer + after < 60
 
 
@@ -85,20 +93,21 @@ def test_kubernetes_command_names_the_report_after_the_node(tmp_path):
         assert run(["/bin/sh", "-c", command], NODE_NAME="gpu-7.example", PATH=path).returncode == result
     (tmp_path / "hosts").write_text("gpu-7.example\n")
     arguments = [tmp_path / "gpu-7.example.json", "--hosts-from-names", "--expect", tmp_path / "hosts"]
-    assert run([BIN / "portable-flash", "fleet", "compare", *arguments]).returncode == 0
+    assert cli.main(["compare", *map(str, arguments)]) == 0
 
 
 def test_ssh_gathers_and_compares(tmp_path):
-    """Of four hosts one answers, one cannot be reached, one is cut off and one does not answer in time."""
+    """Of four hosts one answers, one cannot be reached, one is cut off and one is ended by `timeout`."""
     require("bash")
     report = tmp_path / "report"
     report.write_text(to_json(samples.sound(4, random.Random(1))))
+    cut = f"head -c 999 {report}"
     fake = script(
         tmp_path / "ssh",
-        f'case $1 in {samples.host_of(4)}) cat {report};; far) exit 255;; cut) head -c 3000 {report};; slow) sleep 100;; esac',
-    )  # fmt: skip
+        f"case $1 in {samples.host_of(4)}) cat {report};; far) exit 255;; cut) {cut};; slow) {cut}; exit 124;; esac",
+    )
     (tmp_path / "hosts").write_text(f"# all\n{samples.host_of(4)}\nfar\ncut 8  # devices\n\nslow\n")
-    done = run([EXAMPLES / "ssh.sh", tmp_path / "hosts"], SSH=str(fake), REPORTS=str(tmp_path / "reports"), SECONDS_EACH="31", COLUMNS="120")
+    done = run([EXAMPLES / "ssh.sh", tmp_path / "hosts"], SSH=str(fake), REPORTS=str(tmp_path / "reports"), COLUMNS="120")
     assert done.returncode == 2, done.stderr
     assert {path.name for path in (tmp_path / "reports").glob("*.json")} == {f"{samples.host_of(4)}.json", "cut.json"}
     assert all(f"{host}: missing" in done.stdout for host in ("far", "slow", "cut"))

@@ -41,7 +41,9 @@ def made() -> FleetReport:
         device = samples.sound(0, random.Random(1)).devices[0]
         device = replace(device, digests=[replace(digest, key="of this CPU") for digest in device.digests])
         identity = replace(device.identity, index=None, name="Some CPU", vendor="cpu", uuid=None, serial=None, pci_address=None)
-        other = samples.with_other_bits(replace(reports[0], host=f"cpu{n}", devices=[replace(device, identity=identity)]), "fp16-d64-full", "lse")
+        other = samples.with_other_bits(
+            replace(reports[0], host=f"cpu{n}", devices=[replace(device, identity=identity)]), "fp16-d64-full", "lse"
+        )
         fleet.add(replace(other, devices=[replace(other.devices[0], checks=device.checks)]), f"cpu{n}.json")
     fleet.refuse("reports/bad.json", "truncated")
     hosts = {f"node{n:05d}": 1 for n in range(97)} | {"cpu0": None}
@@ -52,13 +54,28 @@ def hostile() -> FleetReport:
     """What reports and names of files say is text, wherever it appears."""
     reports = [samples.sound(4 + 16 * n, random.Random(n)) for n in range(4)]
     device = reports[0].devices[0]
-    identity = replace(device.identity, name=HOSTILE, uuid=HOSTILE, serial=HOSTILE, vendor=HOSTILE, arch=HOSTILE, partition=HOSTILE, slug=HOSTILE)
-    checks = [replace(c, id=f"{c.id}{HOSTILE}", detail=HOSTILE, status="fail" if c.group == "accuracy" else c.status) for c in device.checks]
-    digests = [replace(d, case=HOSTILE, tensor=HOSTILE, backend=HOSTILE, key=HOSTILE, sha256=HOSTILE + str(n)) for n, d in enumerate(device.digests)]
+    identity = replace(
+        device.identity, name=HOSTILE, uuid=HOSTILE, serial=HOSTILE, vendor=HOSTILE, arch=HOSTILE, partition=HOSTILE, slug=HOSTILE
+    )
+    checks = [
+        replace(c, id=f"{c.id}{HOSTILE}", detail=HOSTILE, status="fail" if c.group == "accuracy" else c.status) for c in device.checks
+    ]
+    digests = [
+        replace(d, case=HOSTILE, tensor=HOSTILE, backend=HOSTILE, key=HOSTILE, sha256=HOSTILE + str(n))
+        for n, d in enumerate(device.digests)
+    ]
     kernels = [replace(k, backend=HOSTILE, kernel=HOSTILE, case=HOSTILE, tiling=HOSTILE + str(n)) for n, k in enumerate(device.kernels)]
     fleet = Fleet()
     for n in range(3):
-        own = replace(device, identity=replace(identity, uuid=f"{n}{HOSTILE}"), checks=checks, digests=digests[n:], kernels=kernels[n:], verdict="fail", reason=HOSTILE)
+        own = replace(
+            device,
+            identity=replace(identity, uuid=f"{n}{HOSTILE}"),
+            checks=checks,
+            digests=digests[n:],
+            kernels=kernels[n:],
+            verdict="fail",
+            reason=HOSTILE,
+        )
         software = replace(reports[0].software, torch=HOSTILE + str(n), triton=HOSTILE, driver=HOSTILE)
         fleet.add(replace(reports[0], host=HOSTILE + str(n), devices=[own], verdict="fail", software=software), HOSTILE)
     fleet.refuse(HOSTILE, HOSTILE)
@@ -138,6 +155,9 @@ def test_a_document_on_standard_output_is_alone_there(tmp_path, capsys):
     assert cli.main(["compare", str(tmp_path), "--json", "-"]) == 0
     out, errors = capsys.readouterr()
     assert json.loads(out)["passed"] == 3 and "PASS" in errors
+    assert cli.main(["compare", str(tmp_path), "--json", "-", "--html", "-"]) == 2
+    out, errors = capsys.readouterr()
+    assert out == "" and "--json and --html" in errors
 
 
 def findings_input(n: int) -> str:

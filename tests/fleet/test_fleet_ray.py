@@ -144,7 +144,9 @@ def test_every_gpu_of_a_node_gets_one_task(cluster, tmp_path, monkeypatch):
 
 def test_execute_kills_what_its_process_started(tmp_path):
     """The validator's workers must not outlive it."""
-    script = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print(p.pid, file=sys.stderr, flush=True); time.sleep(60)"
+    child = "import time; time.sleep(60)"
+    script = f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', {child!r}]); "
+    script += "print(p.pid, file=sys.stderr, flush=True); time.sleep(60)"
     code, errors = ray_actor.execute([sys.executable, "-c", script], 3.0, os.environ)
     assert code is None
     deadline = time.monotonic() + 10

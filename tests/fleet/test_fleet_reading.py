@@ -132,7 +132,14 @@ def test_an_output_that_cannot_be_written_is_told_before_work_begins(folder, cap
 
 
 def test_wrong_usage_exits_2_and_names_what_is_allowed(capsys):
-    for arguments in ([], ["compare"], ["compare", "x.json", "--json"], ["validate"], ["validate", "--ray", "auto", "--level", "fast"], ["merge"]):
+    for arguments in (
+        [],
+        ["compare"],
+        ["compare", "x.json", "--json"],
+        ["validate"],
+        ["validate", "--ray", "auto", "--level", "fast"],
+        ["merge"],
+    ):
         with pytest.raises(SystemExit) as error:
             cli.main(arguments)
         assert error.value.code == 2
