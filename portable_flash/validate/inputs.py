@@ -52,18 +52,23 @@ def halves(seed: int, stream: str, count: int) -> Tensor:
     return found
 
 
-def numbers(seed: int, stream: str, *shape: int) -> Tensor:
+def numbers(seed: int, stream: str, *shape: int, full: bool = False) -> Tensor:
     """float32 numbers, uniform in (-2, 2) but for a gap of 2**-7 around 0, that bfloat16 and float16 represent exactly.
 
     Each has a random sign, 8 random significant bits (as many as bfloat16 has) and an exponent that is one lower half as often,
-    so that all bits of a multiplier and all shifts of an adder have work.
+    so that all bits of a multiplier and all shifts of an adder have work. full: 24 significant bits, the upper 8 the same, for
+    calls in float32 or wider, whose multipliers have more to show.
     """
-    bits = halves(seed, stream, math.prod(shape))
+    count = math.prod(shape)
+    bits = halves(seed, stream, count)
     upper = bits >> 8
     places = sum((upper >= (2 << k)).to(torch.int64) for k in range(7))  # position of the highest set bit
-    magnitude = ((bits & 0x7F) | 0x80).bitwise_left_shift_(places)
+    magnitude = ((bits & 0x7F) | 0x80) << 16
+    if full:
+        magnitude |= halves(seed, f"{stream}/lower", count)
+    magnitude.bitwise_left_shift_(places)
     signed = torch.where((bits & 0x80) != 0, -magnitude, magnitude)
-    return signed.to(torch.float32).mul_(2.0**-14).view(shape)
+    return signed.to(torch.float32).mul_(2.0**-30).view(shape)
 
 
 def chances(seed: int, stream: str, of_256: int, *shape: int) -> Tensor:

@@ -43,7 +43,7 @@ class Sizes:
     large_heads: int
 
 
-SMALL = Sizes(batch=1, heads_k=1, seqlen_q=37, seqlen_k=53, large=64, large_heads=2)
+SMALL = Sizes(batch=1, heads_k=2, seqlen_q=37, seqlen_k=53, large=64, large_heads=2)
 CPU = Sizes(batch=1, heads_k=2, seqlen_q=155, seqlen_k=203, large=256, large_heads=8)
 GPU = Sizes(batch=2, heads_k=2, seqlen_q=389, seqlen_k=517, large=2048, large_heads=0)  # 0: by the number of units
 

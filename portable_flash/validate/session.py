@@ -6,11 +6,13 @@ are computed on the CPU by its worker with an equal share of the cores; GPU work
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import importlib
 import os
 import platform
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +34,8 @@ from .report import Check, DeviceReport, Digest, Identity, Report, Software, Use
 
 SHUFFLED = ("accuracy", "repeatability", "agreement")  # what a soak does again and again
 FAULT_HINT = "Read the device's error log (NVIDIA: Xid in dmesg; AMD: RAS, dmesg) and take it out of service if it repeats."
-DRIVER_TIMEOUT_S = 300.0
+LISTING_TIMEOUT_S = 300.0
+ENDING_S = 20.0  # in which a device's last answer arrives after an interruption
 ORDER = ("pass", "skipped", "unread", "warn", "inconclusive", "fail")  # of statuses, worst last
 
 
@@ -180,14 +183,14 @@ def run_device(device: Device, facts: tuple[Identity, Software, str | None], opt
         found[check.id] = check
 
     try:
-        listed = worker.call("listed", timeout_s=DRIVER_TIMEOUT_S)
+        listed = worker.call("listed", timeout_s=LISTING_TIMEOUT_S)
     except WorkerError as error:
         listed, reason = [], f"its worker did not start: {error.reason}"
     for turn, number in _rounds(listed, options, began):
         task, ids, _ = listed[number]
         seconds = None if deadline is None else deadline - time.monotonic()
         if stop.is_set() or (seconds is not None and seconds <= 0):
-            left = [n for _, ids, _ in listed for n in ids if n not in found and not n.endswith("*")] if not left else left
+            left = _undone(listed, found)
             break
         tell(name, task, number, len(listed))
         limit = LEVELS[options.level].task_seconds
@@ -197,13 +200,13 @@ def run_device(device: Device, facts: tuple[Identity, Software, str | None], opt
         except WorkerError as error:
             ended = stop.is_set() or (error.kind == HANG and seconds is not None and seconds < limit)
             if ended:
-                left = [n for _, ids, _ in listed for n in ids if n not in found and not n.endswith("*")]
+                left = _undone(listed, found)
                 break
             for check in _broken(ids, found, error):
                 enter(check, False)
             if error.kind != CONTINUES:
                 reason = f"{task}: {error.reason}"
-                left = [n for _, ids, _ in listed for n in ids if n not in found and not n.endswith("*")]
+                left = _undone(listed, found)
                 break
             continue
         for check in done.checks:
@@ -213,10 +216,9 @@ def run_device(device: Device, facts: tuple[Identity, Software, str | None], opt
             digests |= {(d.case, d.tensor): d for d in done.digests}
             inputs |= done.inputs
     after = signals.read(device)
-    if any(wanted(f"signals/{n}", options.only) for n in ("*",)):
-        for check in signals.checks(before, after):
-            if wanted(check.id, options.only):
-                enter(check, False)
+    for check in signals.checks(before, after):
+        if wanted(check.id, options.only):
+            enter(check, False)
     why = stop.why or ("the time of --timeout was over" if not reason else reason)
     for name_ in left:
         found.setdefault(name_, Check(id=name_, status="skipped", detail=f"not done: {why}"))
@@ -228,6 +230,10 @@ def run_device(device: Device, facts: tuple[Identity, Software, str | None], opt
         signals=signals.signals(before, after), kernels=list(used.values()), digests=list(digests.values()),
         inputs_sha256=_together(inputs), seconds=time.monotonic() - began,
     )  # fmt: skip
+
+
+def _undone(listed: list, found: dict[str, Check]) -> list[str]:
+    return [name for _, ids, _ in listed for name in ids if name not in found and not name.endswith("*")]
 
 
 def _rounds(listed: list, options: Options, began: float) -> Iterable[tuple[int, int]]:
@@ -289,28 +295,32 @@ def validate(
     facts = [(identity.identify(device), software, identity.driver(device)) for device in devices]
     workers = [worker(device, options, threads, fact) for device, fact in zip(devices, facts, strict=True)]
     reports: list[DeviceReport | None] = [None] * len(devices)
+    ended: queue.Queue[int] = queue.Queue()  # not Thread.join, which an interruption leaves believing that the thread is over
 
     def drive(place: int) -> None:
         try:
             reports[place] = run_device(devices[place], facts[place], options, workers[place], stop, deadline, tell)
         except Exception as error:  # a fault of the validator itself is no verdict on the device
             reports[place] = DeviceReport(identity=facts[place][0], verdict="no_verdict", reason=f"{type(error).__name__}: {error}")
+        ended.put(place)
 
-    drivers = [threading.Thread(target=drive, args=(place,), daemon=True) for place in range(len(devices))]
+    running = len(devices)
     try:
-        for thread in drivers:
-            thread.start()
-        for thread in drivers:
-            while thread.is_alive():
-                thread.join(0.2)
+        for place in range(len(devices)):
+            threading.Thread(target=drive, args=(place,), daemon=True).start()
+        while running:
+            with contextlib.suppress(queue.Empty):
+                ended.get(timeout=0.2)
+                running -= 1
     except KeyboardInterrupt:
         stop.why = "interrupted"
         stop.set()
         for one in workers:
             if isinstance(one, Worker):
                 one.kill()
-        for thread in drivers:
-            thread.join(15)
+        with contextlib.suppress(queue.Empty):
+            for _ in range(running):
+                ended.get(timeout=ENDING_S)
     finally:
         for one in workers:
             one.close()
