@@ -50,10 +50,17 @@ def _nvidia(opened: Opened) -> dict[str, Callable[[], Any]]:
         "serial": lambda: nvml.nvmlDeviceGetSerial(gpu),
         "vbios": lambda: nvml.nvmlDeviceGetVbiosVersion(gpu),
         "uuid": lambda: nvml.nvmlDeviceGetUUID(gpu if part is None else part),
+        "pci_address": lambda: _address(nvml.nvmlDeviceGetPciInfo(gpu).busId),
     }
     if opened.is_part:
         found["partition"] = lambda: "MIG" if part is None else _profile(nvml.nvmlDeviceGetName(part))
     return found
+
+
+def _address(bus_id: str | bytes) -> str:
+    """As the kernel writes it: "00000000:18:00.0" -> "0000:18:00.0"."""
+    domain, _, rest = (bus_id.decode() if isinstance(bus_id, bytes) else bus_id).lower().partition(":")
+    return f"{int(domain, 16):04x}:{rest}"
 
 
 def _profile(name: str) -> str:

@@ -118,6 +118,7 @@ def nvml_module(*cards: Nvml, broken: int | None = None, without: tuple[str, ...
         "nvmlDeviceGetRetiredPages": lambda c, cause: c.retired.get(cause, []),
         "nvmlDeviceGetRetiredPagesPendingStatus": lambda c: c.retirement_pending,
         "nvmlDeviceGetSerial": lambda c: "1650000000001",
+        "nvmlDeviceGetPciInfo": lambda c: SimpleNamespace(busId=f"0000{c.address.upper()}"),
         "nvmlDeviceGetVbiosVersion": lambda c: "96.00.A5.00.01",
     }
 

@@ -26,6 +26,8 @@ def test_nvidia_with_its_library(monkeypatch):
     assert found.uuid == f"GPU-{UUIDS[0]}" and found.serial == "1650000000001" and found.vbios == "96.00.A5.00.01"
     assert found.pci_address == "0000:18:00.0" and found.pci_id == "10de:2335" and found.partition is None
     assert identity.driver(H200) == "580.159.04"
+    torch_sees(monkeypatch, properties(address=False))  # older torch
+    assert identity.identify(H200) == found
 
 
 def test_nvidia_without_its_library_torch_tells_what_it_knows(monkeypatch):

@@ -253,9 +253,7 @@ def test_every_measured_proof_that_is_shipped_names_its_problem():
                 for entry in kernel.entries:
                     if entry.proof.get("source") == "measured":
                         seen += 1
-                        problem = proofs.parse_problem(entry.proof["problem"])
-                        assert problem is not None, entry.proof
-                        assert entry.when(problem) or not entry.when.dtype, (record.file, entry.when, entry.proof["problem"])
+                        assert proofs.parse_problem(entry.proof["problem"]) is not None, (record.file, entry.proof)
     assert seen
 
 
