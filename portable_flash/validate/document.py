@@ -186,16 +186,15 @@ def _bounded(source: str | os.PathLike[str] | bytes, label: str) -> bytes:
 
 
 def _plain(message: str) -> str:
-    """msgspec's words for a person: the field without its root, and what it quotes from the document harmless for a terminal."""
+    """msgspec's words for a person: the field without its root, and not all of a long value. What it quotes, it quotes with escapes."""
     message = message.replace("- at `$.", "in `").replace("- at `$", "in `document")
-    message = "".join(letter if letter.isprintable() else "?" for letter in message)
     return message if len(message) <= 300 else f"{message[:200]} ... {message[-90:]}"
 
 
 def _check(report: Report, label: str) -> None:
     """What types cannot say."""
     if report.level not in LEVELS:
-        raise ReportError(f"{label}: level {report.level!r}: allowed are {', '.join(LEVELS)}")
+        raise ReportError(f"{label}: level {report.level[:40]!r}: allowed are {', '.join(LEVELS)}")
     try:
         summary.started(report)
     except ValueError:

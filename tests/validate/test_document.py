@@ -115,9 +115,12 @@ def leaves(data):
             yield from leaves(value)
 
 
-def test_errors_are_safe_to_print():
+@pytest.mark.parametrize("field", ['"status": "pass"', '"level": "quick"', '"started": "2026-11-30T09:15:02+00:00"'])
+def test_errors_are_safe_to_print(field):
+    name = field.partition(": ")[0]
+    bad = '"\\u001b[2J\\n' + "y" * 5000 + '"'
     with pytest.raises(document.ReportError) as caught:
-        document.read(TEXT.replace('"status": "pass"', '"status": "\\u001b[2J\\n' + "y" * 5000 + '"', 1).encode())
+        document.read(TEXT.replace(field, f"{name}: {bad}", 1).encode())
     assert str(caught.value).isprintable() and len(str(caught.value)) < 400
 
 
