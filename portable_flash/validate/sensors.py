@@ -26,6 +26,7 @@ REASONS = {
     "GpuIdle": "idle", "ApplicationsClocksSetting": "application clocks", "SwPowerCap": "power cap", "HwSlowdown": "hardware slowdown",
     "SyncBoost": "sync boost", "SwThermalSlowdown": "software thermal slowdown", "HwThermalSlowdown": "hardware thermal slowdown",
     "HwPowerBrakeSlowdown": "hardware power brake", "DisplayClockSetting": "display clocks",
+    "BoardLimit": "board limit", "Reliability": "reliability limit",
 }  # fmt: skip
 VIOLATIONS = {  # AMD's accumulated counters
     "processor hot": "acc_prochot_thrm", "socket thermal": "acc_socket_thrm", "regulator thermal": "acc_vr_thrm",
