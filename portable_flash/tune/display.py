@@ -61,13 +61,14 @@ class Display:
 class LiveDisplay(Display):
     """rich: a bar, the keys under way by GPU, and the lines of what is finished above them."""
 
-    def __init__(self, total: int, budget_s: float | None):
+    def __init__(self, total: int, budget_s: float | None, console: Any = None):
+        """console: rich's, of standard error unless given."""
         super().__init__(total, budget_s)
         from rich.console import Console, Group
         from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-        console = Console(stderr=True)
+        console = console or Console(stderr=True)
         columns = (TextColumn("tune"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         self._bar = Progress(*columns, console=console)
         self._task = self._bar.add_task("tune", total=total)

@@ -51,8 +51,10 @@ class Journal:
     """Values by (kind, key, tiling, rung). Thread-safe.
 
     path: None keeps everything in memory. identity: what measurements depend on (device, kernels' spaces, versions); a journal of
-    another identity is no help. about: what else is worth knowing of it (driver, date). Raises JournalError for a file that cannot be used, or that is of another identity with resume;
-    RuntimeError where a path is given and Optuna is not installed.
+    another identity is no help. about: what else is worth knowing of it (driver, date).
+
+    Raises JournalError for a file that cannot be used, or that is of another identity with resume; RuntimeError where a path is
+    given and Optuna is not installed.
     """
 
     def __init__(
@@ -153,7 +155,8 @@ class _Store:
         recorded = dict(found[IDENTITY].user_attrs) if IDENTITY in found else {}
         self.about = recorded.pop("about", {}) | about
         self.identity = recorded if header is None else header
-        if (found or header is None) and (recorded != self.identity or not recorded):
+        foreign = header is None or path.stat().st_size > 0
+        if (found or foreign) and (recorded != self.identity or not recorded):
             names = ", ".join(sorted(k for k in self.identity.keys() | recorded.keys() if self.identity.get(k) != recorded.get(k)))
             raise JournalError(f"journal {path}: was made with another {names or 'program'}: run without --resume to start afresh")
         study = self._study(IDENTITY)

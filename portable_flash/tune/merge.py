@@ -11,12 +11,12 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..database import Entry, When
 from ..tiling import Tiling
-from .keys import DEFAULT_BUCKETS, Key
+from .keys import DEFAULT_BUCKETS, DEFAULT_HEAD_DIMS, Key
 from .space import simplicity
 
 OPEN = max(DEFAULT_BUCKETS)  # the last bucket has no upper bound
@@ -38,7 +38,7 @@ class Choice:
         return (self.tiling, self.proof.get("source"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cell:
     """A key and what it may use, at least one."""
 
@@ -89,11 +89,11 @@ def is_key(when: When) -> bool:
 
 
 def cells_of(entries: Sequence[Entry], backend: str, kernel: str, new: Iterable[Cell]) -> list[Cell]:
-    """What the entries say of every key on the grid of their bounds and of the new cells', the new cells' own keys left out."""
+    """What the entries say of every key of the usual ones, on the grid of their bounds and the new cells', these cells left out."""
     new, own = list(new), [e for e in entries if is_key(e.when)]
     taken = {(c.key.dtype, c.key.head_dim, c.key.causal, c.bound) for c in new}
-    head_dims = sorted({e.when.head_dim_le for e in own} | {c.key.head_dim for c in new})
-    bounds = sorted({e.when.seqlen_q_le or OPEN for e in own} | {c.bound for c in new})
+    head_dims = sorted({e.when.head_dim_le for e in own} | {c.key.head_dim for c in new} | set(DEFAULT_HEAD_DIMS))
+    bounds = sorted({e.when.seqlen_q_le or OPEN for e in own} | {c.bound for c in new} | set(DEFAULT_BUCKETS))
     dtypes = dict.fromkeys(d for e in own for d in e.when.dtype)
     found = []
     for name in itertools.product(dtypes, head_dims, (False, True), bounds):
@@ -112,15 +112,48 @@ def compress(cells: Iterable[Cell]) -> tuple[Entry, ...]:
     cells = sorted(cells, key=lambda c: (c.key.head_dim, c.bound, c.key))
     if not cells:
         return ()
-    rules = sorted(_rules(cells), key=lambda rule: rule.order)
-    for rule in list(rules):  # what the rules after it say as well goes
-        others = [r for r in rules if r is not rule]
-        if all(any_rule is not None and any_rule.use in cell.by_name for cell in cells if rule(cell) for any_rule in [_first(others, cell)]):
-            rules = others
+    rules = _pruned(_rules(cells), cells)
+    while (shorter := _widened(rules, cells)) is not None:
+        rules = shorter
     by_rule: dict[int, list[Cell]] = {i: [] for i in range(len(rules))}
     for cell in cells:
         by_rule[rules.index(_first(rules, cell))].append(cell)
     return tuple(Entry(rule.when(), rule.use[0], _proof(rule, by_rule[i])) for i, rule in enumerate(rules) if by_rule[i])
+
+
+def _pruned(rules: list[_Rule], cells: list[Cell]) -> list[_Rule]:
+    """In order, without those that the rules after them say as well."""
+    rules = sorted(rules, key=lambda rule: rule.order)
+    own: dict[_Rule, list[Cell]] = {}
+    for cell in cells:
+        own.setdefault(_first(rules, cell), []).append(cell)
+    kept = list(rules)
+    for rule in rules:
+        later = kept[kept.index(rule) + 1 :]
+        next_ones = {cell: _first(later, cell) for cell in own.get(rule, ())}
+        if all(r is not None and r.use in cell.by_name for cell, r in next_ones.items()):
+            kept.remove(rule)
+            for cell, r in next_ones.items():
+                own.setdefault(r, []).append(cell)
+    return kept
+
+
+def _widened(rules: list[_Rule], cells: list[Cell]) -> list[_Rule] | None:
+    """Fewer rules, where one of them says it for more dtypes or both masks, behind the exceptions; None where none can."""
+    dtypes, masks = tuple(sorted({c.key.dtype for c in cells})), {c.key.causal for c in cells}
+    kinds, owner = {(c.key.dtype, c.key.causal) for c in cells}, {cell: _first(rules, cell) for cell in cells}
+    for rule in rules:
+        for wider in (replace(rule, causal=None), replace(rule, dtypes=dtypes), replace(rule, dtypes=dtypes, causal=None)):
+            said = itertools.product(wider.dtypes, masks if wider.causal is None else {wider.causal})
+            if wider == rule or (wider.causal is None and len(masks) < 2) or not kinds.issuperset(said):
+                continue
+            taken = (cell for cell in cells if wider.order < owner[cell].order and wider(cell))
+            if any(wider.use not in cell.by_name for cell in taken):
+                continue
+            shorter = _pruned([wider, *(r for r in rules if r is not rule)], cells)
+            if len(shorter) < len(rules) and all(_first(shorter, c).use in c.by_name for c in cells):
+                return shorter
+    return None
 
 
 def _first(rules: list[_Rule], cell: Cell) -> _Rule | None:

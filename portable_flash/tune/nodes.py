@@ -5,8 +5,9 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+from ..worker import Worker, WorkerError
 from .compiling import Compiled, CompilePool, Job, default_jobs
-from ..worker import FAULT, Worker, WorkerError
+from .search import NodeLost
 
 GPU = "portable_flash.tune.measure:GpuMeasurer"
 
@@ -35,16 +36,19 @@ def _done(value: Compiled) -> Future[Compiled]:
 
 
 # ------------------------------------------------------------------ Ray
+READY_TIMEOUT_S = 180.0  # for an actor to get its GPU: those of other people's jobs do not come
+
+
 class _Remote:
     """Lives in a Ray actor that holds one GPU: a worker process and a compile pool beside it."""
 
     def __init__(self, jobs: int | None, factory: str, options: dict[str, Any] | None):
-        self.node = LocalNode(0, CompilePool(jobs or default_jobs()), factory, options)
+        self.node = LocalNode(0, None if jobs == 0 else CompilePool(jobs or default_jobs()), factory, options)
 
-    def identity(self) -> Any:
+    def slug(self, wanted: bool) -> str | None:
         from ..device import detect
 
-        return detect(0)
+        return detect(0).slug if wanted else None
 
     def call(self, method: str, arguments: tuple, timeout_s: float) -> tuple[str, Any]:
         try:
@@ -53,15 +57,16 @@ class _Remote:
             return error.kind, error.reason
 
     def compile(self, job: Job) -> Compiled:
-        return self.node.executor.submit(job).result()
+        return self.node.compile([job])[0].result()
 
     def close(self) -> None:
         self.node.close()
-        self.node.executor.shutdown()
+        if self.node.executor is not None:
+            self.node.executor.shutdown()
 
 
 class RayNode:
-    """A GPU somewhere in a Ray cluster. An actor that dies is a fault of the request under way and of all after it."""
+    """A GPU somewhere in a Ray cluster. An actor that dies raises NodeLost: it says nothing about the candidate under way."""
 
     def __init__(self, number: int, actor: Any, ray: Any):
         self.name, self.actor, self.ray = f"ray {number}", actor, ray
@@ -71,41 +76,66 @@ class RayNode:
         try:
             kind, value = self.ray.get(self.actor.call.remote(method, arguments, timeout_s))
         except self.ray.exceptions.RayError as error:
-            raise WorkerError(FAULT, f"{self.name}: {type(error).__name__}") from error
+            raise NodeLost(f"{self.name}: {type(error).__name__}") from error
         if kind != "ok":
             raise WorkerError(kind, value)
         return value
 
     def compile(self, jobs: list[Job]) -> list[Future[Compiled]]:
-        return [self.actor.compile.remote(job).future() for job in jobs]
+        return [self._translated(self.actor.compile.remote(job).future()) for job in jobs]
+
+    def _translated(self, inner: Future[Compiled]) -> Future[Compiled]:
+        outer: Future[Compiled] = Future()
+
+        def settle(done: Future[Compiled]) -> None:
+            if not outer.set_running_or_notify_cancel():
+                return
+            if (error := done.exception()) is not None:
+                outer.set_exception(NodeLost(f"{self.name}: {type(error).__name__}"))
+            else:
+                outer.set_result(done.result())
+
+        inner.add_done_callback(settle)
+        return outer
 
     def close(self) -> None:
         try:
             self.ray.get(self.actor.close.remote(), timeout=10)
-        except Exception:
-            self.ray.kill(self.actor)
+        except Exception:  # gone already, or too busy to say goodbye
+            pass
+        self.ray.kill(self.actor)
 
 
-def ray_nodes(address: str, slug: str | None, jobs: int | None, factory: str = GPU, options: dict[str, Any] | None = None, gpus: int = 1):
-    """A node for every GPU of the cluster, or for those of model `slug`; raises RuntimeError where Ray is absent or there is none."""
+def ray_nodes(
+    address: str, slug: str | None, jobs: int | None, factory: str = GPU, options: dict[str, Any] | None = None, gpus: int = 1
+) -> list[RayNode]:  # fmt: skip
+    """A node for every free GPU of the cluster that is of model `slug` (None: of any); gpus=0 takes CPUs, for tests.
+
+    Raises RuntimeError where Ray is absent, the cluster cannot be reached or no such GPU comes within READY_TIMEOUT_S.
+    """
     try:
         import ray
     except ImportError as error:
         raise RuntimeError('--ray needs the package ray: pip install "portable-flash[fleet]"') from error
+    except Exception as error:  # such as a package amdsmi without the library that it binds, which Ray imports
+        raise RuntimeError(f"--ray: the package ray cannot be imported: {type(error).__name__}: {error}") from error
     if not ray.is_initialized():
-        ray.init(address=address or None, log_to_driver=False, ignore_reinit_error=True)
+        try:
+            ray.init(address=address, log_to_driver=False)
+        except (ConnectionError, ValueError) as error:
+            raise RuntimeError(f"--ray {address}: {error}") from error
     total = int(ray.cluster_resources().get("GPU" if gpus else "CPU", 0))
-    remote = ray.remote(num_gpus=gpus, num_cpus=1 if not gpus else 0, max_concurrency=64)(_Remote)
+    remote = ray.remote(num_gpus=gpus, num_cpus=0 if gpus else 1, max_concurrency=64)(_Remote)
     actors = [remote.remote(jobs, factory, options) for _ in range(total)]
-    nodes = [RayNode(i, actor, ray) for i, actor in enumerate(actors)]
-    if slug is not None:
-        same = []
-        for node in nodes:
-            found = ray.get(node.actor.identity.remote()).slug
-            same += [node] if found == slug else []
-            if found != slug:
-                node.close()
-        nodes = same
+    found = {actor.slug.remote(slug is not None): actor for actor in actors}
+    ready, _ = ray.wait(list(found), num_returns=len(found), timeout=READY_TIMEOUT_S) if found else ([], [])
+    nodes = []
+    for reference, actor in found.items():
+        if reference in ready and ray.get(reference) == slug:
+            nodes.append(RayNode(len(nodes), actor, ray))
+        else:
+            ray.kill(actor)
     if not nodes:
-        raise RuntimeError(f"--ray {address}: the cluster has no GPU" + (f" of model {slug}" if slug else ""))
+        model = f" of model {slug}" if slug else ""
+        raise RuntimeError(f"--ray {address}: no free GPU{model} among the cluster's {total}, {len(ready)} of which answered")
     return nodes

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..database import Blocked
 from ..device import Device, all_devices, catalogue
+from ..tiling import KERNELS
 from ..tuning import clear_caches, triton_version
 from .keys import Key
 from .looking import space_of
@@ -149,7 +150,8 @@ def _journal_path(out: Path, device: Device, arguments: argparse.Namespace) -> P
 def _identity(device: Device, spaces: Mapping[tuple[str, str], str]) -> dict[str, Any]:
     import torch
 
-    by_name = {"/".join(name): value for name, value in sorted(spaces.items())}
+    every = sorted({(backend, kernel) for backend, _ in spaces for kernel in KERNELS})  # whichever of them this run is for
+    by_name = {f"{backend}/{kernel}": space_of(backend, kernel) for backend, kernel in every}
     return {"device": device.slug, "arch": device.arch, "spaces": by_name, "torch": torch.__version__, "triton": triton_version()}
 
 

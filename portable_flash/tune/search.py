@@ -92,7 +92,11 @@ class Asked(Protocol):
     """Whoever measures: a worker here or on another machine."""
 
     def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """Raises WorkerError."""
+        """Raises WorkerError, and NodeLost."""
+
+
+class NodeLost(Exception):
+    """Whoever measures is gone for good, through no fault of the candidate: its keys are for others."""
 
 
 class Stopped(Exception):

@@ -8,12 +8,12 @@ measured. A group that another dtype of the same size went before starts from wh
 from __future__ import annotations
 
 import collections
+import contextlib
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from .compiling import Compiled, Job
 from .journal import Journal, Record
 from .keys import DEFAULT_BUCKETS, DTYPES, Key
 from .outcomes import Outcome
-from .search import Asked, Found, Recorded, Rejected, Search, Settings, Stopped, probed
+from .search import Asked, Found, NodeLost, Recorded, Rejected, Search, Settings, Stopped, probed
 from .space import JOINING, SHARE, SHORTLIST, allows, default, known_tilings, neighbours, shortlist, space
 
 LOOKAHEAD = 4  # groups that are compiled before they are measured, a worker
@@ -86,6 +86,18 @@ class _Group:
         return all(future.done() for future in self.futures())
 
 
+@dataclass
+class _Groups:
+    """What a node has under way, by stage, the next first."""
+
+    starting: collections.deque[_Group] = field(default_factory=collections.deque)
+    joining: collections.deque[_Group] = field(default_factory=collections.deque)
+    probing: collections.deque[_Group] = field(default_factory=collections.deque)
+
+    def all(self) -> list[_Group]:
+        return [*self.starting, *self.joining, *self.probing]
+
+
 class Session:
     """Runs keys on nodes. save(outcomes) is called with all finished keys from time to time and at the end."""
 
@@ -105,6 +117,7 @@ class Session:
         self._finished: dict[Key, Outcome] = {}
         self._saved_at = time.monotonic()
         self._failure: BaseException | None = None
+        self._alive = list(nodes)
 
     # -------------------------------------------------------------- the run
     def run(self, keys: Iterable[Key]) -> Report:
@@ -114,13 +127,14 @@ class Session:
         for key in keys:
             groups.setdefault(key.group, []).append(key)
         self._waiting.extend(groups.values())
-        threads = [threading.Thread(target=self._drive, args=(node,), daemon=True) for node in self.nodes]
         with self._interruptible():
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(0.2)
+            while self._waiting and self._alive and not self.stopped():  # again, if a node was lost after the others had ended
+                threads = [threading.Thread(target=self._drive, args=(node,), daemon=True) for node in self._alive]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    while thread.is_alive():
+                        thread.join(0.2)
         if self._failure is not None:
             self._save()
             raise self._failure
@@ -130,13 +144,14 @@ class Session:
         self.report.left = [key for key in keys if key not in done]
         self.report.wall_s = time.monotonic() - start
         if self.report.left:
-            self.report.stopped = "interrupted" if self._interrupted.is_set() else "the budget is spent"
+            late = self.deadline is not None and time.monotonic() >= self.deadline
+            self.report.stopped = "interrupted" if self._interrupted.is_set() else "the budget is spent" if late else "no GPU is left"
         return self.report
 
     def stopped(self) -> bool:
         return self._interrupted.is_set() or (self.deadline is not None and time.monotonic() >= self.deadline)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
         """The first Ctrl-C (or SIGTERM) ends the run after the measurement under way; the second is Python's own."""
         if threading.current_thread() is not threading.main_thread():
@@ -157,43 +172,53 @@ class Session:
                 signal.signal(number, handler)
 
     def _drive(self, node: Node) -> None:
+        groups = _Groups()
         try:
-            self._drive_groups(node)
-        except Stopped:
-            pass
+            self._drive_groups(node, groups)
+        except NodeLost as error:
+            self.tell(Event("note", f"lost {error}; its keys go to others", node=node.name))
+            with self._lock:
+                self._alive.remove(node)
+                for group in groups.all():
+                    self._under_way.discard(group.keys[0].group)
+                    self._waiting.appendleft(group.keys)  # what was measured of them is in the journal
         except BaseException as error:  # reported by run(), which is in another thread
             self._failure = error
             self._interrupted.set()
 
-    def _drive_groups(self, node: Node) -> None:
-        starting, joining, probing = (collections.deque[_Group]() for _ in range(3))
+    def _drive_groups(self, node: Node, groups: _Groups) -> None:
         ask = Recorded(node.worker, self.journal, self.settings, self.stopped)
         try:
-            while not self.stopped():
-                while len(starting) < LOOKAHEAD and (keys := self._take(busy=bool(starting or joining or probing))):
-                    starting.append(self._submit(node, keys))
-                if probing and probing[0].ready():
-                    self._finish(node, probing.popleft(), ask)
-                elif joining and joining[0].ready():
-                    self._measure(node, joining[0], ask)
-                    probing.append(joining.popleft())
-                elif starting and starting[0].ready():
-                    self._begin(node, starting[0], ask)
-                    joining.append(starting.popleft())
-                elif futures := [f for stage in (starting, joining, probing) if stage for f in stage[0].futures() if not f.done()]:
-                    wait(futures, timeout=0.5, return_when=FIRST_COMPLETED)
-                else:
-                    return
-        finally:
+            with contextlib.suppress(Stopped):
+                while not self.stopped() and self._advance(node, groups, ask):
+                    pass
             ask.stop = lambda: False
-            for group in probing:  # measured already: what a probe needs is little
-                if self._failure is None and group.ready():
-                    self._finish(node, group, ask)
+            for group in [group for group in groups.probing if group.ready()]:  # measured already: what a probe needs is little
+                self._finish(node, group, ask)
+        finally:
             with self._lock:
                 self.report.gpu_s += ask.gpu_s + ask.prepare_s
-            for group in (*starting, *joining):
+            for group in (*groups.starting, *groups.joining):
                 for future in group.futures():
                     future.cancel()
+
+    def _advance(self, node: Node, groups: _Groups, ask: Recorded) -> bool:
+        """Bring one group a stage further, the one that is nearest to its end, or wait for compilers; False when all is done."""
+        starting, joining, probing = groups.starting, groups.joining, groups.probing
+        while len(starting) < LOOKAHEAD and (keys := self._take(busy=bool(groups.all()))):
+            starting.append(self._submit(node, keys))
+        if probing and probing[0].ready():
+            self._finish(node, probing[0], ask)
+            probing.popleft()
+        elif joining and joining[0].ready():
+            self._measure(node, joining[0], ask)
+            probing.append(joining.popleft())
+        elif starting and starting[0].ready():
+            self._begin(node, starting[0], ask)
+            joining.append(starting.popleft())
+        elif futures := [f for stage in (starting, joining, probing) if stage for f in stage[0].futures() if not f.done()]:
+            wait(futures, timeout=0.5, return_when=FIRST_COMPLETED)
+        return bool(groups.all())
 
     def _take(self, busy: bool) -> list[Key] | None:
         """The next group; for a node that is busy not one whose peer of another dtype is being measured, whose results it wants."""
@@ -270,11 +295,12 @@ class Session:
         for key in group.keys:
             self.tell(Event("search", f"{len(group.candidates[key])} candidates", key, node=node.name))
             right = [t for t in group.candidates[key] if t not in failed]
+            rejected = [Rejected(t, "error", failed[t]) for t in group.candidates[key] if t in failed]
             if not right:
-                self.tell(Event("note", "no candidate compiles", key))
+                group.found.append(Found(key, rejected=rejected, tried=len(rejected)))
                 continue
             one = Search(key, right, ask, self.settings, self.exhaustive)
-            one.found.rejected += [Rejected(t, "error", failed[t]) for t in group.candidates[key] if t in failed]
+            one.found.rejected += rejected
             group.searches.append(one)
             group.joining[key] = self.joining(key, one.first(), group.candidates[key])
         group.compiled, group.support = self._compile(node, group.joining), []
@@ -305,6 +331,8 @@ class Session:
     def _finish(self, node: Node, group: _Group, ask: Recorded) -> None:
         judged: dict[Tiling, Key] = {}
         for found in group.found:
+            if found.key in self._finished:
+                continue  # a stop came in between
             for timed in found.ranking:  # the odd shape is the same for all buckets: one probe a tiling
                 if (other := judged.get(timed.tiling)) and self.journal.get("probe", found.key, timed.tiling) is None:
                     self.journal.put(Record("probe", found.key, timed.tiling, self.journal.get("probe", other, timed.tiling)))
@@ -330,7 +358,7 @@ class Session:
             outcomes = list(self._finished.values())
         if outcomes:
             self.save(outcomes)
-            self.tell(Event("saved", f"{len(outcomes)} keys"))
+            self.tell(Event("saved", f"{len(outcomes)} keys are saved"))
 
 
 def _peers(key: Key) -> list[tuple]:

@@ -58,37 +58,41 @@ def shortlist(
 
 
 def _varied(ordered: Iterable[Tiling], later: list[Tiling]) -> Iterator[Tiling]:
-    """One tiling for each pair of blocks and number of warps as they come, with the others put into `later`."""
-    seen: dict[tuple, int] = {}
+    """One tiling of each kind as they come, with the others put into `later`."""
+    seen: set[tuple] = set()
     for tiling in ordered:
-        kind = (tiling.block_m, tiling.block_n, tiling.num_warps, tiling.split_dkv)
-        seen[kind] = seen.get(kind, 0) + 1
-        if seen[kind] == 1:
-            yield tiling
-        else:
+        if kind(tiling) in seen:
             later.append(tiling)
+        else:
+            seen.add(kind(tiling))
+            yield tiling
+
+
+def kind(tiling: Tiling) -> tuple:
+    """What decides most of a tiling's speed."""
+    return (tiling.block_m, tiling.block_n, tiling.num_warps, tiling.split_dkv)
 
 
 def neighbours(key: Key, device: Device, leaders: Iterable[Tiling], known: Iterable[Tiling], count: int = JOINING) -> tuple[Tiling, ...]:
-    """Tilings of the space that are one step from a leader and not known: a switch turned, a stage more or less, the warps or a block
-    doubled or halved, alone or one block together with the warps. The leaders' in turn, those that the model prefers first."""
+    """Tilings of the space that are near a leader and not known, at most `count`: those of the same blocks and warps (the shortlist has
+    few of each such kind), then those with a block or the warps or both doubled or halved. The leaders' in turn, by the model."""
     everything, taken, problem = space(key, device), set(known), key.problem()
     count = min(count, max(2, round(len(everything) * SHARE * 2 / 3)))
-    ordered = sorted(everything, key=lambda t: (cost(t, key.kernel, problem, device), simplicity(t)))
-    queues = [[t for t in ordered if _one_step(t, leader)] for leader in leaders]
-    chosen: dict[Tiling, None] = {}
-    for tiling in itertools.chain.from_iterable(itertools.zip_longest(*queues)):
-        if tiling is not None and tiling not in taken and len(chosen) < count:
-            chosen.setdefault(tiling)
-    return tuple(chosen)
+    queues = [
+        sorted((t for t in everything if _distance(t, leader) <= 1), key=lambda t: (_distance(t, leader), cost(t, key.kernel, problem, device)))
+        for leader in leaders
+    ]  # fmt: skip
+    near = (t for together in itertools.zip_longest(*queues) for t in together if t is not None and t not in taken)
+    return tuple(itertools.islice(dict.fromkeys(near), count))
 
 
-def _one_step(a: Tiling, b: Tiling) -> bool:
-    steps = [abs(getattr(a, name).bit_length() - getattr(b, name).bit_length()) for name in ("block_m", "block_n", "num_warps")]
-    switches = [getattr(a, name) != getattr(b, name) for name in ("split_dkv", "tma", "maxnreg", "waves_per_eu", "matrix_instr_nonkdim")]
-    others = abs(a.num_stages - b.num_stages) + sum(switches)
-    blocks, warps = steps[0] + steps[1], steps[2]
-    return (others, blocks + warps) in ((1, 0), (0, 1)) or (others, blocks, warps) == (0, 1, 1)
+def _distance(a: Tiling, b: Tiling) -> int:
+    """0: of a kind. 1: one block or the warps or both differ by a factor of two, and nothing else. 2: farther."""
+    if kind(a) == kind(b):
+        return 0
+    block_m, block_n, warps = (abs(getattr(a, n).bit_length() - getattr(b, n).bit_length()) for n in ("block_m", "block_n", "num_warps"))
+    same = a.replace(block_m=b.block_m, block_n=b.block_n, num_warps=b.num_warps) == b
+    return 1 if same and block_m + block_n <= 1 and warps <= 1 else 2
 
 
 def known_tilings(key: Key, device: Device) -> list[Tiling]:

@@ -1,5 +1,6 @@
 """The command line on a machine without a GPU."""
 
+import errno
 import json
 
 import pytest
@@ -8,7 +9,7 @@ from tune_fake import DEVICE, FakeNode, name
 from portable_flash.cli import main as portable_flash
 from portable_flash.database import read
 from portable_flash.device import named
-from portable_flash.tune import cli, running
+from portable_flash.tune import cli, running, writer
 from portable_flash.tune.compiling import Job, precompile, resources
 from portable_flash.tune.keys import Key
 from portable_flash.tune.space import default, shortlist
@@ -76,6 +77,49 @@ def test_a_whole_run_writes_the_file_and_resumes_for_nothing(tmp_path, monkeypat
     assert "1 of 1 keys" in capsys.readouterr().err
     code, _ = run_fake(tmp_path, monkeypatch, "--diff")
     assert code == 0 and "of 360 keys differ" in capsys.readouterr().out
+
+
+def test_table_plot_and_file_are_made_again_from_the_journal(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    table, picture = tmp_path / "table.json", tmp_path / "plot.png"
+    code, _ = run_fake(tmp_path, monkeypatch, *ONE, "--table", str(table), "--plot", str(picture))
+    path = tmp_path / "nvidia" / "h200.yaml"
+    before, first = path.read_text(), json.loads(table.read_text())
+    assert code == 0 and picture.read_bytes().startswith(b"\x89PNG") and first["rows"][0]["speedup"] >= 1
+    assert first["speedup"]["all"]["keys"] == 1 and "--table" in first["command"] and first["measured_with"]["torch"]
+    for file in (path, table, picture):
+        file.unlink()
+    code, node = run_fake(tmp_path, monkeypatch, *ONE, "--rebuild", "--table", str(table), "--plot", str(picture))
+    assert code == 0 and not node.worker.requests and path.read_text() == before and picture.exists()
+    assert json.loads(table.read_text())["rows"][0]["median_us"] == first["rows"][0]["median_us"]
+    monkeypatch.setattr(running, "space_of", lambda backend, kernel: "00000000")
+    code, _ = run_fake(tmp_path, monkeypatch, *ONE, "--rebuild")
+    assert code == 1 and "was made with another forward" in capsys.readouterr().err and path.read_text() == before
+    code, _ = run_fake(tmp_path, monkeypatch, *ONE, "--rebuild", "--journal", str(tmp_path / "none"))
+    assert code == 1 and "does not exist" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_ends_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    def read_only(*arguments, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(writer.tempfile, "NamedTemporaryFile", read_only)
+    code, node = run_fake(tmp_path, monkeypatch, *ONE)
+    error = capsys.readouterr().err
+    assert code == 1 and not node.worker.requests and "Read-only file system" in error and "--out" in error and str(tmp_path) in error
+
+
+def test_a_folder_that_becomes_read_only_keeps_the_journal_and_the_old_file(tmp_path, monkeypatch, capsys):
+    run_fake(tmp_path, monkeypatch, *ONE)
+    path = tmp_path / "nvidia" / "h200.yaml"
+    before = path.read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.os, "replace", lambda *arguments: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system")))
+        code, _ = run_fake(tmp_path, patch, *ONE[:-4], "--seqlens", "1024", "--causal", "no")
+    assert code == 1 and "h200.yaml: cannot be written: Read-only file system" in capsys.readouterr().err
+    assert path.read_text() == before and [p.name for p in path.parent.iterdir() if p.suffix not in (".yaml", ".lock")] == []
+    code, node = run_fake(tmp_path, monkeypatch, *ONE[:-4], "--seqlens", "1024", "--causal", "no", "--resume")
+    assert code == 0 and not node.worker.requests and path.read_text() != before
 
 
 def test_a_budget_that_is_too_short_ends_with_its_own_code(tmp_path, monkeypatch, capsys):

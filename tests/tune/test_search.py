@@ -1,5 +1,6 @@
 """The gate, the halving and the choice, with a fake measurer in this process."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from portable_flash.tune.keys import Key, key_set
 from portable_flash.tune.outcomes import blocked_of, updates_of
 from portable_flash.tune.search import Recorded, Settings, Stopped, Timed, better, probed, search
 from portable_flash.tune.session import Session
-from portable_flash.tune.space import shortlist, space
+from portable_flash.tune.space import neighbours, shortlist, space
 
 KEY = Key("triton", "forward", "bf16", 128, True, 4096)
 TRIED = shortlist(KEY, DEVICE)
@@ -56,6 +57,46 @@ def test_a_bad_candidate_is_rejected_with_its_reason_and_the_next_is_taken(how):
     assert found.best.tiling == truth([t for t in TRIED if t != best])
     (rejected,) = [r for r in found.rejected if r.tiling == best]
     assert rejected.kind == {"raise": "error", "fault_when_timed": "fault"}.get(how, how) and rejected.reason
+
+
+def test_the_fastest_is_found_one_step_from_a_leader_and_costs_less_than_a_quarter_of_trying_all():
+    """Of the second candidate's kind, as in the exhaustive table of an H200 (benchmarks/results/h200_tune_quality.json)."""
+    key = Key("triton", "backward_dq", "fp16", 128, False, 16384)
+    tried, best = shortlist(key, DEVICE), Tiling(128, 64, 8, 3)
+    assert best not in tried and best in space(key, DEVICE)
+    second = next(t for t in tried[1:] if (t.block_m, t.block_n, t.num_warps) == (128, 64, 8))
+    times = {t: 100.0 for t in (*tried, *space(key, DEVICE))} | {tried[0]: 55.8, second: 58.5, best: 53.0}
+
+    class Table(InProcess):
+        def call(self, method, *arguments, timeout_s):
+            answer = super().call(method, *arguments, timeout_s=timeout_s)
+            return [[times[t]] * arguments[2] for t in arguments[1]] if method == "time" else answer
+
+    worker, settings = Table(), Settings()
+    ask = Recorded(worker, Journal(None, {}), settings)
+    found = search(key, tried, ask, settings, neighbours=lambda best: neighbours(key, DEVICE, best, tried))
+    assert found.best.tiling == best and found.tried <= len(tried) + 8
+    cost = lambda worker: sum(1 if m == "check" else len(a[1]) * a[2] for m, a in worker.requests)
+    every = Table()
+    search(key, space(key, DEVICE), Recorded(every, Journal(None, {}), settings), settings, exhaustive=True)
+    assert cost(worker) < cost(every) / 4
+
+
+def test_what_is_prepared_once_is_not_counted_and_is_prepared_again_after_a_fault():
+    calls = []
+
+    class Slow(InProcess):
+        def call(self, method, *arguments, timeout_s):
+            calls.append(method)
+            if method == "prepare":
+                time.sleep(0.2)
+            return super().call(method, *arguments, timeout_s=timeout_s)
+
+    settings = Settings()
+    ask = Recorded(Slow(bad=[(name(TRIED[1]), "fault")]), Journal(None, {}), settings)
+    found = search(KEY, TRIED[:3], ask, settings)
+    assert calls[:5] == ["prepare", "check", "check", "prepare", "check"] and calls.count("prepare") == 2
+    assert found.gpu_s < 0.2 < 0.4 <= ask.prepare_s + 0.01
 
 
 def test_a_bad_default_leaves_the_others():
