@@ -98,8 +98,9 @@ def render(report: Report) -> str:
 
 @cache
 def environment(*packages: str) -> Any:
-    """Jinja's environment with escaping on; it keeps the compiled templates. `packages`: whose "templates" folders are searched before this one's.
+    """Jinja's environment with escaping on, which keeps the compiled templates.
 
+    packages: whose "templates" folders are searched before this one's.
     Raises ModuleNotFoundError, saying what to install, where there is no jinja2 (torch brings it).
     """
     try:
