@@ -1,6 +1,7 @@
 """Recorded digests and times: the key, the file, what it refuses, and the comparison."""
 
 import multiprocessing
+import time
 from dataclasses import replace
 
 import pytest
@@ -243,9 +244,23 @@ def test_a_recording_that_is_cut_short_leaves_the_old_file(tmp_path, monkeypatch
     assert path.read_text() == before and not list(path.parent.glob(".h200*"))
 
 
+def record_slowly(case, folder, barrier):
+    """In a process of its own: all read before one writes, if nothing keeps them apart."""
+
+    def reading(*arguments):
+        found = load(*arguments)
+        time.sleep(0.1)
+        return found
+
+    golden.load = reading
+    barrier.wait(60)
+    record(report(digest(case=case)), folder)
+
+
 def test_recordings_at_the_same_time_lose_nothing(tmp_path):
     context = multiprocessing.get_context("fork")
-    jobs = [context.Process(target=record, args=(report(digest(case=f"case{i}")), tmp_path)) for i in range(6)]
+    barrier = context.Barrier(6)
+    jobs = [context.Process(target=record_slowly, args=(f"case{i}", tmp_path, barrier)) for i in range(6)]
     for job in jobs:
         job.start()
     for job in jobs:
