@@ -314,7 +314,12 @@ def timed(truth: Truth, folder: Path) -> tuple[dict, dict]:
     seconds = time.monotonic() - begin
     process.returncode = os.waitstatus_to_exitcode(status)
     assert out.exists(), errors
-    cost = {"exit_code": process.returncode, "seconds": round(seconds, 2), "peak_mb": round(usage.ru_maxrss / 1024, 1)}
+    cost = {
+        "exit_code": process.returncode,
+        "seconds": round(seconds, 2),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
+        "peak_mb": round(usage.ru_maxrss / 1024, 1),
+    }
     cost |= {"reports": truth.reports, "report_mb": round(truth.bytes / 1e6, 1), "page_mb": round(page.stat().st_size / 1e6, 2)}
     return json.loads(out.read_text()), cost
 

@@ -182,6 +182,14 @@ def test_drift_of_packages_kernels_tilings_and_units():
     assert fleet_of(*changed, *reports[6:], strict=True).verdict == "fail"
 
 
+def test_versions_without_a_majority_are_all_named():
+    reports = some(4)
+    older = [replace(r, software=replace(r.software, torch="2.11.0")) for r in reports[:2]]
+    result = fleet_of(*older, *reports[2:])
+    assert [(f.kind, f.count) for f in result.findings] == [("drift", 2), ("drift", 2)]
+    assert {f.detail for f in result.findings} == {"torch 2.11.0, no majority", "torch 2.12.0, no majority"}
+
+
 def test_of_two_reports_the_newest_counts_and_the_fact_is_told():
     reports = some(4)
     old = replace(samples.with_failed_repeats(reports[0]), started="2026-11-29T09:15:02+00:00")
@@ -257,6 +265,8 @@ def test_verdicts():
     assert fleet_of(dead, *map(samples.with_failed_repeats, reports[1:2]), *reports[2:]).verdict == "fail"
     empty = replace(reports[0], devices=[], verdict="no_verdict")
     assert named(fleet_of(empty, *reports[1:])) == [("no_verdict", empty.host)]
+    wanted = expected.Expected({empty.host: None})
+    assert ("missing", empty.host) in named(fleet_of(empty, *reports[1:], expected=wanted))
     assert fleet_of().verdict == "no_verdict"
     fleet = Fleet()
     fleet.add(reports[0], "0.json")

@@ -209,6 +209,7 @@ def test_the_page_marks_outliers_and_hides_what_is_unchecked(browser, tmp_path):
     path.write_text(html.render(made()), encoding="utf-8")
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": 1280, "height": 850, "deviceScaleFactor": 1, "mobile": False})
     browser.get(path.as_uri())
+    assert len(browser.find_elements("css selector", ".dot.s-pass")) > 150  # 96 devices, each in two charts
     titles = [dot.get_attribute("title") for dot in browser.find_elements("css selector", ".dot.s-fail")]
     assert [title.partition(":")[0] for title in titles] == ["node00020 gpu 0", "node00033 gpu 0"]
     found = browser.find_elements("css selector", ".finding.s-warn")
