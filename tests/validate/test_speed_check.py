@@ -278,7 +278,15 @@ def cpu_report(checks) -> Report:
     )  # fmt: skip
 
 
-def test_a_cpu_is_compared_with_what_was_recorded_there(tmp_path, monkeypatch):
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_cpu_is_compared_with_what_was_recorded_there(tmp_path, monkeypatch, two_threads):
     context = Context(Told(cpu()), "quick", 0, small=True, golden=tmp_path)
     first = list(speed.run(context))
     assert [c.id.split("/")[1] for c in first] == ["forward", "backward"]
