@@ -24,13 +24,14 @@ OPEN = max(DEFAULT_BUCKETS)  # the last bucket has no upper bound
 
 @dataclass(frozen=True)
 class Choice:
-    """A tiling that a key may use and the evidence for it. loss: its time over the fastest's. `entry` is the entry of an older
-    file that it stands in, whose evidence may be of another key."""
+    """A tiling that a key may use and the evidence for it. loss: its time over the fastest's. keys: how many measured keys it
+    speaks for; one that is read from an entry of an older file (`entry`) may speak for several or, where another does, for none."""
 
     tiling: Tiling
     proof: Mapping[str, Any]
     loss: float = 1.0
     entry: int | None = None
+    keys: int = 1
 
     @property
     def name(self) -> tuple:
@@ -95,14 +96,20 @@ def cells_of(entries: Sequence[Entry], backend: str, kernel: str, new: Iterable[
     head_dims = sorted({e.when.head_dim_le for e in own} | {c.key.head_dim for c in new} | set(DEFAULT_HEAD_DIMS))
     bounds = sorted({e.when.seqlen_q_le or OPEN for e in own} | {c.bound for c in new} | set(DEFAULT_BUCKETS))
     dtypes = dict.fromkeys(d for e in own for d in e.when.dtype)
-    found = []
+    of_entry: dict[int, list[Key]] = {}
     for name in itertools.product(dtypes, head_dims, (False, True), bounds):
-        if name in taken:
-            continue
         key = Key(backend, kernel, *name)
         place = next((i for i, e in enumerate(entries) if e.when(key.problem())), None)
         if place is not None and is_key(entries[place].when):
-            found.append(Cell(key, (Choice(entries[place].use, entries[place].proof, entry=place),)))
+            of_entry.setdefault(place, []).append(key)
+    found = []
+    for place, keys in of_entry.items():
+        entry, corner = entries[place], max(keys, key=lambda k: (k.head_dim, k.seqlen, k))
+        left = [k for k in keys if (k.dtype, k.head_dim, k.causal, k.seqlen) not in taken]
+        spoken = min(entry.proof.get("keys", 1), len(left))
+        for key in left:  # the largest, of which its figures are, speaks for all
+            choice = Choice(entry.use, entry.proof, entry=place, keys=spoken if key == corner else 0)
+            found.append(Cell(key, (choice,)))
     return found
 
 
@@ -237,18 +244,16 @@ def _is_product(group: list[tuple]) -> bool:
 
 # ------------------------------------------------------------------ evidence
 def _proof(rule: _Rule, cells: list[Cell]) -> dict[str, Any]:
-    """The figures of the longest bucket of the largest head_dim, and of how many keys they are an example: `keys`, and the least
-    `default_us / median_us` among them."""
+    """The figures of the longest bucket of the largest head_dim, and of how many measured keys they are an example: `keys` (0: of none,
+    the key was between measured ones in an older file), and the least `default_us / median_us` among them."""
     choices = [c.by_name[rule.use] for c in cells]
     measured = [choice for choice in choices if choice.entry is None] or choices
     proof = dict(measured[-1].proof)
-    older = {choice.entry: choice.proof.get("keys", 1) for choice in choices if choice.entry is not None}
-    there = [sum(choice.entry == entry for choice in choices) for entry in older]
-    keys = sum(choice.entry is None for choice in choices) + sum(map(min, older.values(), there))
+    keys = min(len(choices), sum(choice.keys for choice in choices))
     speedups = [s for choice in choices if (s := _speedup(choice.proof)) is not None]
     proof.pop("least_speedup", None)
     proof.pop("keys", None)
-    if keys > 1:
+    if keys != 1 and proof.get("source") == "measured":
         proof |= {"keys": keys} | ({"least_speedup": min(speedups)} if len(speedups) == len(choices) else {})
     return proof
 

@@ -23,13 +23,13 @@ KEY = Key("triton", "forward", "bf16", 64, True, 1024)
 
 def test_what_is_wrong_faults_or_hangs_on_the_gpu_is_rejected_and_the_others_are_measured():
     candidates = [Tiling(64, 32, 4, 2), Tiling(64, 64, 4, 2), Tiling(64, 128, 4, 1), Tiling(64, 16, 4, 2), Tiling(32, 32, 4, 2)]
-    worker = Worker("tune_gpu_fake:Sabotaged", {"how": {64: "fault", 128: "hang", 16: "wrong"}})
+    worker = Worker("tune_gpu_fake:Sabotaged", {"how": {64: "wrong", 128: "hang", 16: "fault"}})
     settings = Settings(check_timeout_s=30.0)
     try:
         found = search(KEY, candidates, Recorded(worker, Journal(None, {}), settings), settings)
     finally:
         worker.close()
-    assert {r.tiling: r.kind for r in found.rejected} == dict(zip(candidates[1:4], ("fault", "hang", "wrong"), strict=True))
+    assert {r.tiling: r.kind for r in found.rejected} == dict(zip(candidates[1:4], ("wrong", "hang", "fault"), strict=True))
     assert found.best.tiling in (candidates[0], candidates[4]) and worker.starts == 3
     (update,) = updates_of([Outcome(KEY, found, found.best)], {("triton", "forward"): "0"}, block=True)
     assert len(update.blocked) == 3 and all(b.reason for b in update.blocked)
