@@ -113,7 +113,7 @@ def _check(context: Context, name: str, one: Timing, known: Mapping[str, golden.
         "p80_us": round(1e6 * samples.percentile(80), 2), "calls": samples.calls, **load.summary(),
     }  # fmt: skip
     if record is None:
-        detail = f"{measured:.1f} us; no record: {one.reason}"
+        detail = f"{measured:.1f} us; no record: {one.reason}; --record makes one"
         return Check(id=name, status="skipped", severity="info", unit=RATIO, detail=detail, data=data)
     data |= {"record_us": record.median_us, "record": record.origin}
     ratio = measured / record.median_us
