@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from ..worker import Worker, WorkerError
 from .compiling import Compiled, CompilePool, Job, default_jobs
-from .search import NodeLost
+from .search import Asked, NodeLost
 
 GPU = "portable_flash.tune.measure:GpuMeasurer"
+
+
+class Node(Protocol):
+    """A GPU and the processes that compile for it, on this machine or another."""
+
+    name: str
+    worker: Asked
+
+    def compile(self, jobs: list[Job]) -> list[Future[Compiled]]:
+        """Start to compile; never raises for what a compiler says."""
+
+    def close(self) -> None: ...
 
 
 class LocalNode:

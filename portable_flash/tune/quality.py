@@ -15,7 +15,8 @@ from .compiling import Job
 from .journal import Journal
 from .keys import Key, parse_key
 from .search import Recorded, Settings, search
-from .session import Node, Session
+from .nodes import Node
+from .session import Session
 from .space import space
 
 KEYS = (
@@ -83,8 +84,8 @@ def write(path: Path, rows: list[dict[str, Any]], argv: list[str], identity: dic
     mean = math.exp(sum(map(math.log, speedups)) / len(speedups)) if speedups else None
     counted = "wall time of checks and timings; compiling, process start, inputs and oracle are left out of both"
     table = {
-        "command": shlex.join(["portable-flash", "tune", *argv]), **identity, "within": WITHIN, "gpu_share_at_most": GPU_SHARE, "gpu_s_counts": counted,
-        "passed": passed, "speedup_over_default_mean": round(mean, 4) if mean else None, "rows": rows,
+        "command": shlex.join(["portable-flash", "tune", *argv]), **identity, "within": WITHIN, "gpu_share_at_most": GPU_SHARE,
+        "gpu_s_counts": counted, "passed": passed, "speedup_over_default_mean": round(mean, 4) if mean else None, "rows": rows,
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(table, indent=1) + "\n")

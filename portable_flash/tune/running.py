@@ -116,7 +116,8 @@ def rebuild(keys: list[Key], target: Target, out: Path, arguments: argparse.Name
         raise JournalError(f"journal {journal.path}: is of {identity.get('device')}, not of {device.slug}")
     wanted = set(keys)
     outcomes = [o for o in from_journal(journal, device, Settings()) if o.key in wanted]
-    if old := sorted({o.key.kernel for o in outcomes if recorded.get((o.key.backend, o.key.kernel)) != spaces[o.key.backend, o.key.kernel]}):
+    kernels = {(o.key.backend, o.key.kernel) for o in outcomes}
+    if old := sorted(name[1] for name in kernels if recorded.get(name) != spaces[name]):
         raise JournalError(f"journal {journal.path}: was made with another {', '.join(old)}")
     update_file(path, device, shipped_text(device), updates_of(outcomes, spaces, arguments.block), about)
     clear_caches()

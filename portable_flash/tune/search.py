@@ -20,7 +20,7 @@ from ..worker import CONTINUES, WorkerError
 from .journal import Journal, Record
 from .keys import Key
 from .measure import Check
-from .space import simplicity
+from .space import kind, simplicity
 
 
 FINAL = 100  # the final's level: it is no continuation of a rung
@@ -182,13 +182,14 @@ class Search:
         self._spent_s = 0.0  # wall time
 
     def first(self) -> list[Tiling]:
-        """Gate and first round; returns the fastest, whose neighbours are worth trying."""
+        """Gate and first round; returns the fastest of different kinds, whose neighbours are worth trying."""
         with self._timed():
             self.alive = self._gate(self.candidates)
             if self.exhaustive or len(self.alive) < 2:
                 return []
             self._halve(self.settings.first, 0)
-            return self.alive[: self.settings.leaders]
+            best_of_kind = {kind(t): t for t in reversed(self.alive)}
+            return [t for t in self.alive if best_of_kind[kind(t)] == t][: self.settings.leaders]
 
     def finish(self, joining: Iterable[Tiling] = ()) -> Found:
         """The rounds that are left, with `joining` among the candidates; what is found."""

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 from ..database import Blocked
 from ..device import Device
@@ -23,26 +22,15 @@ from ..tiling import Tiling
 from .compiling import Compiled, Job
 from .journal import Journal, Record
 from .keys import DEFAULT_BUCKETS, DTYPES, Key
+from .nodes import Node
 from .outcomes import Outcome
-from .search import Asked, Found, NodeLost, Recorded, Rejected, Search, Settings, Stopped, probed
+from .search import Found, NodeLost, Recorded, Rejected, Search, Settings, Stopped, probed
 from .space import JOINING, SHARE, SHORTLIST, allows, default, known_tilings, neighbours, shortlist, space
 
 LOOKAHEAD = 4  # groups that are compiled before they are measured, a worker
 PRIOR = 4  # tilings that a group takes from its peer of another dtype, beside each default; as many neighbours join
 FEWEST = 6  # candidates, however small the space
 SAVE_EVERY_S = 20.0
-
-
-class Node(Protocol):
-    """A GPU and the processes that compile for it, on this machine or another."""
-
-    name: str
-    worker: Asked
-
-    def compile(self, jobs: list[Job]) -> list[Future[Compiled]]:
-        """Start to compile; never raises for what a compiler says."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

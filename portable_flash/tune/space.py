@@ -78,10 +78,10 @@ def neighbours(key: Key, device: Device, leaders: Iterable[Tiling], known: Itera
     few of each such kind), then those with a block or the warps or both doubled or halved. The leaders' in turn, by the model."""
     everything, taken, problem = space(key, device), set(known), key.problem()
     count = min(count, max(2, round(len(everything) * SHARE * 2 / 3)))
-    queues = [
-        sorted((t for t in everything if _distance(t, leader) <= 1), key=lambda t: (_distance(t, leader), cost(t, key.kernel, problem, device)))
-        for leader in leaders
-    ]  # fmt: skip
+    queues = []
+    for leader in leaders:
+        distances = {t: d for t in everything if (d := _distance(t, leader)) <= 1}
+        queues.append(sorted(distances, key=lambda t, d=distances: (d[t], cost(t, key.kernel, problem, device))))
     near = (t for together in itertools.zip_longest(*queues) for t in together if t is not None and t not in taken)
     return tuple(itertools.islice(dict.fromkeys(near), count))
 

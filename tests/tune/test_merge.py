@@ -84,7 +84,8 @@ def outcome(key, *times):
 
 def test_a_key_shares_what_is_at_most_one_percent_slower_and_right_at_the_odd_shape():
     one, two, other = (Key("triton", "forward", "bf16", 64, False, s) for s in (512, 1024, 2048))
-    cells = cells_of_outcomes([outcome(one, (A, 100.0), (B, 100.9), (C, 100.5)), outcome(two, (B, 100.0)), outcome(other, (B, 100.0), (A, 101.1))])
+    first = outcome(one, (A, 100.0), (B, 100.9), (C, 100.5))
+    cells = cells_of_outcomes([first, outcome(two, (B, 100.0)), outcome(other, (B, 100.0), (A, 101.1))])
     assert [[c.tiling for c in cell.choices] for cell in cells] == [[A, B], [B], [B]]  # C won nowhere, so nobody probed it; A is too slow
     (entry,) = compress(cells)
     assert entry.use == B and entry.proof["keys"] == 3 and entry.proof["least_speedup"] == round(100.5 / 100.9, 3)

@@ -25,7 +25,8 @@ def cluster(tmp_path_factory):
     (shadow / "amdsmi.py").write_text("raise ImportError('Ray imports it and fails where its library is missing')")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(shadow)
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), str(shadow)]), prepend=os.pathsep)  # actors import tune_fake
+        here = str(Path(__file__).parent)  # actors import tune_fake
+        patch.setenv("PYTHONPATH", os.pathsep.join([here, str(shadow)]), prepend=os.pathsep)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("OMP_NUM_THREADS", "1")
         import ray

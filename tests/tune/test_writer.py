@@ -67,7 +67,8 @@ def test_every_key_finds_its_own_entry_whatever_the_order_of_merging(tmp_path):
 def test_what_is_not_of_the_update_stays(tmp_path):
     path = tmp_path / "h200.yaml"
     blocked = Blocked({"block_m": 64, "num_warps": 8}, 'wrong "dv": #1', "https://example.org/1")
-    update_file(path, H200, None, [Update("triton", "forward", "11111111", update(keys()).entries, blocked=(blocked,))], {"triton": "3.6.0"})
+    both = Update("triton", "forward", "11111111", update(keys()).entries, blocked=(blocked,))
+    update_file(path, H200, None, [both], {"triton": "3.6.0"})
     update_file(path, H200, None, [update(keys(), Tiling(32, 32), kernel="backward_dq", space="2")], None)
     update_file(path, H200, None, [update(keys(head_dims=(64,)), Tiling(128, 128, 8, 2, tma=True))], None)
     record = read(path)
