@@ -13,6 +13,8 @@ from ..validate import summary
 from ..validate.report import Check, DeviceReport, Outcome, Report
 from .findings import DeviceName
 
+SEPARATOR = " | "  # between key, case, tensor and backend of a digest
+LONGEST_NAME = 400  # of what is made of several of them
 LONGEST = 200  # characters of any text that a report brings
 GREATEST = 1e12  # a number beyond it says no more than it does, and its square is still finite
 RATED = ("pass", "warn", "fail")  # statuses whose number was measured
@@ -24,7 +26,7 @@ def clean(text: str | None, most: int = LONGEST) -> str:
 
 
 class Names:
-    """Texts as small numbers: most devices of a fleet share most of theirs."""
+    """Texts, made clean, as small numbers: most devices of a fleet share most of theirs."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -33,8 +35,11 @@ class Names:
     def number(self, text: str) -> int:
         found = self._numbers.get(text)
         if found is None:
-            found = self._numbers[text] = len(self._texts)
-            self._texts.append(text)
+            harmless = clean(text, LONGEST_NAME)
+            found = self._numbers.get(harmless)
+            if found is None:
+                found = self._numbers[harmless] = len(self._texts)
+                self._texts.append(harmless)
         return found
 
     def __getitem__(self, number: int) -> str:
@@ -90,18 +95,17 @@ def _device(report: Report, device: DeviceReport, source: str, started: float, n
     for check in device.checks:
         if check.status == "fail":
             facts.detail = facts.detail or clean(check.detail)
-            facts.failed.append(names.number(clean(check.id)))
+            facts.failed.append(names.number(check.id))
         kind, question, value = _number(check, device.identity.vendor)
         if kind:
             checks, values = facts.numbers.setdefault(kind, (array("i"), array("d")))
-            checks.append(names.number(clean(question)))
+            checks.append(names.number(question))
             values.append(min(max(value, -GREATEST), GREATEST))
     for aspect, value in _versions(report, device):
-        facts.versions.extend((names.number(aspect), names.number(clean(value))))
+        facts.versions.extend((names.number(aspect), names.number(value)))
     for digest in device.digests:
-        question = "\0".join(clean(part) for part in (digest.key, digest.case, digest.tensor, digest.backend))
-        facts.questions.append(names.number(question))
-        facts.answers.append(names.number(clean(digest.sha256)))
+        facts.questions.append(names.number(SEPARATOR.join((digest.key, digest.case, digest.tensor, digest.backend))))
+        facts.answers.append(names.number(digest.sha256))
     return facts
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .facts import DeviceFacts, Names
+from .facts import SEPARATOR, DeviceFacts, Names
 
 
 @dataclass
@@ -50,7 +50,7 @@ def vote(devices: Sequence[DeviceFacts]) -> Votes:
 
 def question_text(names: Names, question: int) -> str:
     """Case and tensor of a question."""
-    _, case, tensor, backend = names[question].split("\0")[:4]
+    _, case, tensor, backend = [*names[question].split(SEPARATOR), "", "", ""][:4]
     return f"{case}/{tensor} ({backend})"
 
 

@@ -187,6 +187,26 @@ def test_a_task_is_given_up_when_it_does_not_begin_or_does_not_end():
     assert task.late(run, 480.0) == "" and "the node hangs" in task.late(run, 491.0)
 
 
+def test_an_interrupt_leaves_a_comparison_and_no_actors(monkeypatch):
+    killed: list[str] = []
+
+    def wait(*_, **__):
+        raise KeyboardInterrupt
+
+    ray = SimpleNamespace(nodes=lambda: [told("a", "1" * 56, GPU=2.0), told("b", "2" * 56, GPU=1.0)], wait=wait, kill=killed.append)
+
+    def start(ray, node, run, first):
+        numbers = range(node.devices)
+        return [ray_run.Task(first + n, node, n, f"{node.name}{n}", object(), object(), time.monotonic()) for n in numbers]
+
+    monkeypatch.setattr(ray_run, "connect", lambda address: ray)
+    monkeypatch.setattr(ray_run, "_start", start)
+    fleet = Fleet()
+    ray_run.validate("auto", ray_run.Run(), fleet, lambda line: None)
+    assert killed == ["a0", "a1", "b0"]
+    assert [f.detail for f in fleet.compare().findings] == ["interrupted"] * 3
+
+
 def test_ray_is_an_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert cli.main(["validate", "--ray", "auto"]) == 2
