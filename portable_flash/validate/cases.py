@@ -165,26 +165,34 @@ def run(runner, call: Call, plan: Plan) -> dict[str, Tensor]:
 
 
 # ---------------------------------------------------------------- the cases of accuracy
-_LENGTHS = ((130, 241), (0, 70), (226, 0), (1, 300), (64, 64))
-_SHORT = ((13, 24), (0, 7), (22, 0), (1, 30), (16, 16))
+# No causal row sees only a few keys, and no key only a few rows (hence 8 heads to a key): their gradients are multiples of few vectors,
+# with a rounding each, in which PyTorch may be so lucky that it is no yardstick.
+_LENGTHS = ((130, 241), (0, 70), (226, 0), (1, 300), (64, 97))
+_SHORT = ((13, 34), (0, 7), (22, 0), (1, 30), (16, 40))
+
+
+def _scale(head_dim: int) -> float | None:
+    """The usual one, or a number near it where that is a power of two: PyTorch would multiply without a rounding error, kernels not."""
+    return {64: 0.12, 256: 0.06}.get(head_dim)
 
 
 def accuracy_cases(sizes: Sizes) -> tuple[Case, ...]:
     """Those of the quick level first. Packed sequences are as long as the sizes allow."""
     short = sizes.seqlen_q < 100
-    packed = dict(lengths=_SHORT if short else _LENGTHS, unused=5)
+    packed = dict(lengths=_SHORT if short else _LENGTHS, unused=5, group=8)
     window = (max(2, sizes.seqlen_k // 5), 3)
-    many = dict(batch=1, heads_k=8, group=8)  # a gradient of sinks has one element a head, and PyTorch's luck with a few is no yardstick
+    # a gradient of sinks has one element a head, and PyTorch's luck with a few is no yardstick
+    many = dict(batch=1, heads_k=8, group=8, seqlen_q=sizes.seqlen_q // 2, seqlen_k=sizes.seqlen_k // 2)
     quick = [
         Case(name="bf16-d128-causal", head_dim=128, causal=True),
-        Case(name="fp16-d64-full", dtype="fp16"),
-        Case(name="fp32-d64-causal", dtype="fp32", causal=True),
+        Case(name="fp16-d64-full", dtype="fp16", scale=_scale(64)),
+        Case(name="fp32-d64-causal", dtype="fp32", causal=True, scale=_scale(64)),
         Case(name="bf16-d64-window-softcap-sinks", window=window, softcap=2.0, scale=0.5, sinks=True, **many),
         Case(name="fp16-d96-bias-alibi-mask", dtype="fp16", head_dim=96, bias="hqk", alibi=True, mask="bk"),
         Case(name="bf16-d128-varlen-causal", head_dim=128, causal=True, **packed),
     ]
     more = [
-        Case(name=f"{dtype}-d{d}-{'causal' if causal else 'full'}", dtype=dtype, head_dim=d, causal=causal)
+        Case(name=f"{dtype}-d{d}-{'causal' if causal else 'full'}", dtype=dtype, head_dim=d, causal=causal, scale=_scale(d))
         for dtype in ("bf16", "fp16", "fp32")
         for d in ((64, 96, 128, 192, 256) if dtype != "fp32" else (64, 128))
         for causal in (True, False)
@@ -202,7 +210,7 @@ def accuracy_cases(sizes: Sizes) -> tuple[Case, ...]:
         Case(name="bf16-d128-bias", head_dim=128, bias="bhqk"),
         Case(name="bf16-d128-bias-heads", head_dim=128, bias="hk"),
         Case(name="bf16-d128-mask", head_dim=128, mask="bqk"),
-        Case(name="fp16-d64-varlen", dtype="fp16", **packed),
+        Case(name="fp16-d64-varlen", dtype="fp16", scale=_scale(64), **packed),
         Case(name="fp32-d64-everything", dtype="fp32", window=window, softcap=2.0, scale=0.5, bias="hqk", alibi=True, sinks=True, mask="bqk", **many),
     ]
     known = {case.name for case in quick}
@@ -213,7 +221,7 @@ def large_case(sizes: Sizes, heads: int, dtype: str = "bf16") -> Case:
     """Every unit computes the same head: the oracle looks at one, and all others must be its copies, bit for bit."""
     return Case(
         name=f"{dtype}-d128-causal-large", dtype=dtype, head_dim=128, group=1, batch=1, heads_k=heads, seqlen_q=sizes.large,
-        seqlen_k=sizes.large, causal=True, same_head=True, quick=dtype == "bf16",
+        seqlen_k=sizes.large + max(32, sizes.large // 16), causal=True, same_head=True, quick=dtype == "bf16",
     )  # fmt: skip
 
 

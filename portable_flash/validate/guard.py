@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # NaN in bfloat16, float16, float32 and float64 alike, and not the NaN that arithmetic makes: who writes it means harm
-PATTERN = -91  # 0xFFA5 as int16
+PATTERN = -11  # 0xFFF5 as int16
 GUARD_BYTES = 1 << 17  # more than the tile of 128 rows by 256 numbers that a program writes; a multiple of every alignment
 
 _NEW = torch.ops.aten

@@ -34,7 +34,7 @@ class Task:
         """What its ids have in common."""
         first, *others = (name.split("/") for name in self.ids)
         common = [part for i, part in enumerate(first) if all(other[i : i + 1] == [part] for other in others)]
-        return "/".join(common)
+        return "/".join(common or first[:-1])
 
 
 def wanted(name: str, patterns: Iterable[str]) -> bool:

@@ -50,7 +50,7 @@ def tasks(context: Context) -> list:
 
 
 def sized(context: Context, **options) -> Case:
-    return Case(**{"name": "edge", "batch": 1, "heads_k": 2, "group": 1} | options).sized(context.sizes)
+    return Case(**{"name": "edge", "batch": 1, "heads_k": 2, "group": 1, "scale": 0.12} | options).sized(context.sizes)
 
 
 # ---------------------------------------------------------------- the edges
@@ -90,7 +90,7 @@ EDGES = (
     Edge("masked-rows", "rows that see no key give 0, lse -inf and gradients 0",
          lambda c: sized(c, causal=True, seqlen_q=c.sizes.seqlen_k, seqlen_k=c.sizes.seqlen_q)),
     Edge("sink-rows", "rows that see only a sink give 0 and its logit as lse",
-         lambda c: sized(c, sinks=True, heads_k=8, group=8, mask="q"), lambda call: _hidden(call, 2)),
+         lambda c: sized(c, sinks=True, heads_k=8, group=8, seqlen_q=61, seqlen_k=83, mask="q"), lambda call: _hidden(call, 2)),
     Edge("no-keys", "a call without keys gives 0 and lse -inf", lambda c: sized(c, seqlen_k=0)),
     Edge("no-queries", "a call without queries gives empty results and gradients 0", lambda c: sized(c, seqlen_q=0)),
     Edge("zero-lengths", "packed sequences without rows or keys, and rows of no sequence",
