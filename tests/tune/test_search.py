@@ -10,7 +10,7 @@ from portable_flash.tiling import Tiling
 from portable_flash.tune.journal import Journal, JournalError
 from portable_flash.tune.keys import Key, key_set
 from portable_flash.tune.outcomes import blocked_of, updates_of
-from portable_flash.tune.search import Recorded, Settings, Stopped, Timed, better, probed, search
+from portable_flash.tune.search import NodeLost, Recorded, Settings, Stopped, Timed, better, probed, search
 from portable_flash.tune.session import Session
 from portable_flash.tune.space import neighbours, shortlist, space
 
@@ -217,6 +217,19 @@ def test_several_gpus_share_the_keys():
     one = session(FakeNode()).run(few_keys(head_dims=(64, 96, 128, 192, 256), causal=(False, True)))
     choices = lambda outcomes: [o.chosen.tiling for o in outcomes if o.key.dtype == "bf16"]
     assert choices(one.outcomes) == choices(report.outcomes)
+
+
+def test_the_keys_of_a_node_that_is_lost_go_to_the_others():
+    class Lost(InProcess):
+        def call(self, method, *arguments, timeout_s):
+            if len(self.requests) == 20:
+                raise NodeLost("gpu 1")
+            return super().call(method, *arguments, timeout_s=timeout_s)
+
+    keys = few_keys(head_dims=(64, 96, 128, 192, 256))
+    report = Session(DEVICE, [FakeNode(Lost()), FakeNode(slow=0.002)], Journal(None, {})).run(keys)
+    assert [o.key for o in report.outcomes] == keys and not report.left
+    assert not any(o.found.rejected for o in report.outcomes)
 
 
 @pytest.mark.parametrize("how", ["wrong", "fault", "hang"])

@@ -60,6 +60,15 @@ def test_four_processes_share_a_journal_and_each_learns_from_the_others(tmp_path
     assert watcher.known == reopen(path)[0].known and len(watcher.known) == len(keys) * len(TILINGS)
 
 
+def test_what_a_crash_tore_is_cut_off_so_that_the_next_line_is_whole(tmp_path):
+    path = tmp_path / "journal"
+    Journal(path, {}).put(Record("time", KEY, TILINGS[0], [1.0]))
+    with path.open("a") as file:
+        file.write('{"op_code": 8, "torn')
+    Journal(path, {}, resume=True).put(Record("time", KEY, TILINGS[1], [2.0]))
+    assert [reopen(path)[0].get("time", KEY, t) for t in TILINGS[:2]] == [[1.0], [2.0]]
+
+
 def test_a_lock_that_a_killed_process_left_is_taken_over(tmp_path, monkeypatch):
     path = tmp_path / "journal"
     journal = Journal(path, {})
