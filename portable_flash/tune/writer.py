@@ -148,7 +148,7 @@ def merged_text(text: str, label: str, device: Device, updates: list[Update], me
     for update in updates:
         by_kernel = kernels.setdefault(update.backend, {})
         by_kernel[update.kernel] = merged(by_kernel.get(update.kernel), update, device)
-    head = re.split(r"^(?:measured_with|kernels|# Made by `tune`)\b.*", text, maxsplit=1, flags=re.MULTILINE | re.DOTALL)[0]
+    head = re.split(r"^(?:measured_with:|kernels:|# Made by `tune`).*", text, maxsplit=1, flags=re.MULTILINE | re.DOTALL)[0]
     return head.rstrip("\n") + "\n" + _tail(measured_with or record.measured_with, kernels)
 
 
