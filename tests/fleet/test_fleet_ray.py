@@ -19,7 +19,7 @@ from portable_flash.validate import document
 from portable_flash.validate.report import to_json
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster(tmp_path_factory):
     require_module("ray")
     patch = pytest.MonkeyPatch()
@@ -50,8 +50,7 @@ def cluster(tmp_path_factory):
     patch.undo()
 
 
-def test_a_node_that_dies_is_named_and_the_others_are_validated(cluster, tmp_path, capsys, monkeypatch):
-    made, nodes = cluster
+def a_node_dies_and_the_others_are_validated(made, nodes, tmp_path, capsys, monkeypatch):
     lines: list[str] = []
     validate = ray_run.validate
 
@@ -82,7 +81,7 @@ def test_a_node_that_dies_is_named_and_the_others_are_validated(cluster, tmp_pat
 
 MISBEHAVE = """
 import os, sys, time
-for turn in range(3):
+for turn in range(4):
     try:
         os.mkdir(os.path.join({folder!r}, str(turn)))
         break
@@ -92,14 +91,13 @@ if turn == 0:
     time.sleep(600)
 if turn == 1:
     open(sys.argv[1], "w").write('{{"schema": 99}}')
-if turn == 2:
+if turn >= 2:
     print("something", file=sys.stderr)
     sys.exit("no kernel here")
 """
 
 
-def test_nodes_that_hang_or_answer_nonsense_have_no_verdict(cluster, tmp_path, monkeypatch):
-    made, _ = cluster
+def nodes_that_hang_or_answer_nonsense_have_no_verdict(made, tmp_path, monkeypatch):
     script = tmp_path / "misbehave.py"
     script.write_text(MISBEHAVE.format(folder=str(tmp_path)))
     monkeypatch.setattr(ray_run, "GRACE_S", 1.0)
@@ -107,10 +105,10 @@ def test_nodes_that_hang_or_answer_nonsense_have_no_verdict(cluster, tmp_path, m
     fleet = Fleet()
     ray_run.validate(made.address, ray_run.Run(cpu=True, timeout_s=3.0), fleet, lambda line: None)
     reasons = sorted(reason for _, reason in fleet.silent)
-    assert len(reasons) == 3 and fleet.compare().verdict == "no_verdict"
+    assert len(reasons) == 4 and fleet.compare().verdict == "no_verdict"
     assert "schema 99" in reasons[0]
-    assert reasons[1] == "no report, exit code 1: no kernel here"
-    assert reasons[2].startswith("no report, killed after 4 s")
+    assert reasons[1] == reasons[2] == "no report, exit code 1: no kernel here"
+    assert reasons[3].startswith("no report, killed after 4 s")
 
 
 def test_a_cluster_without_gpus_is_an_error(monkeypatch, capsys):
@@ -126,8 +124,7 @@ open(sys.argv[1], "w").write(text)
 """
 
 
-def test_every_gpu_of_a_node_gets_one_task(cluster, tmp_path, monkeypatch):
-    made, _ = cluster
+def every_gpu_of_a_node_gets_one_task(made, tmp_path, monkeypatch):
     device = samples.sound(4, random.Random(1)).devices[0]
     device = replace(device, identity=replace(device.identity, uuid="GPU-uuid", serial=None))
     (tmp_path / "canned.json").write_text(to_json(replace(samples.sound(4, random.Random(1)), devices=[device])))
@@ -140,6 +137,16 @@ def test_every_gpu_of_a_node_gets_one_task(cluster, tmp_path, monkeypatch):
     kept = sorted((tmp_path / "kept").iterdir())
     found = [document.read(path).devices[0].identity for path in kept]
     assert [(identity.index, identity.uuid) for identity in found] == [(0, "GPU-0"), (1, "GPU-1"), (2, "GPU-2")]
+
+
+def test_a_cluster_of_four_nodes(cluster, tmp_path, capsys, monkeypatch):
+    """In one test, because a cluster takes long to start: pytest may give tests of one file to several processes."""
+    made, nodes = cluster
+    for step in (every_gpu_of_a_node_gets_one_task, nodes_that_hang_or_answer_nonsense_have_no_verdict):
+        with monkeypatch.context() as patch:
+            (tmp_path / step.__name__).mkdir()
+            step(made, tmp_path / step.__name__, patch)
+    a_node_dies_and_the_others_are_validated(made, nodes, tmp_path, capsys, monkeypatch)
 
 
 def test_execute_kills_what_its_process_started(tmp_path):
