@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from ..functional import _prepare
 from ..problem import DTYPE_NAMES, Problem
 from . import inputs as generate
 from .levels import Sizes
+
+if TYPE_CHECKING:
+    from .context import Runner
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 TENSORS = ("out", "lse", "grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")  # results, in the order of reports
@@ -136,7 +140,8 @@ class Call:
         return replace(self, inputs=replace(self.inputs, **tensors), **own)
 
     def on(self, where: torch.device) -> Call:
-        return self if where.type == "cpu" else self.replaced(**{name: t.to(where) for name, t in self.tensors().items()})
+        """The same numbers behind the same strides."""
+        return self if where.type == "cpu" else self.replaced(**{name: moved(t, where) for name, t in self.tensors().items()})
 
     def repeated(self, times: int) -> Call:
         """A dense call with its batch `times` over."""
@@ -155,7 +160,20 @@ class Call:
         return generate.sha256(*self.tensors().values())
 
 
-def run(runner, call: Call, plan: Plan) -> dict[str, Tensor]:
+def moved(tensor: Tensor, where: torch.device) -> Tensor:
+    """A copy with the same strides, also of an expanded tensor."""
+    base = unexpanded(tensor)
+    return torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=where).copy_(base).expand(tensor.shape)
+
+
+def unexpanded(tensor: Tensor) -> Tensor:
+    """Its first slice along each dimension whose stride is 0."""
+    for dim, stride in enumerate(tensor.stride()):
+        tensor = tensor.narrow(dim, 0, 1) if stride == 0 and tensor.shape[dim] > 1 else tensor
+    return tensor
+
+
+def run(runner: Runner, call: Call, plan: Plan) -> dict[str, Tensor]:
     """Every result of the call, by its name in TENSORS: forward, then backward with all gradients that the call has."""
     with torch.no_grad():
         out, lse = runner.forward(call.inputs, plan)
@@ -211,7 +229,10 @@ def accuracy_cases(sizes: Sizes) -> tuple[Case, ...]:
         Case(name="bf16-d128-bias-heads", head_dim=128, bias="hk"),
         Case(name="bf16-d128-mask", head_dim=128, mask="bqk"),
         Case(name="fp16-d64-varlen", dtype="fp16", scale=_scale(64), **packed),
-        Case(name="fp32-d64-everything", dtype="fp32", window=window, softcap=2.0, scale=0.5, bias="hqk", alibi=True, sinks=True, mask="bqk", **many),
+        Case(
+            name="fp32-d64-everything", dtype="fp32", window=window, softcap=2.0, scale=0.5, bias="hqk", alibi=True, sinks=True,
+            mask="bqk", **many,
+        ),
     ]
     known = {case.name for case in quick}
     return (*(replace(case, quick=True) for case in quick), *(case for case in more if case.name not in known))

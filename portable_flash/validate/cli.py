@@ -30,9 +30,11 @@ def parser() -> argparse.ArgumentParser:
     what = p.add_argument_group("what is validated")
     what.add_argument("--level", choices=LEVELS, default="quick", help="quick: under a minute; standard: about five; soak: --hours")
     what.add_argument("--hours", type=_positive, metavar="N", help="how long a soak repeats itself with new seeds (default 1)")
-    what.add_argument("--device", default=None, metavar="WHICH", help="0, or 0,2, or cpu, or all (default: every GPU; the CPU if there is none)")
+    what.add_argument("--device", metavar="WHICH", help="0, or 0,2, or cpu, or all (default: every GPU; the CPU if there is none)")
     what.add_argument("--backend", choices=backends.NAMES, help="default: the one that a call gets")
-    what.add_argument("--only", action="append", default=[], metavar="GLOB", help="these checks or groups only (repeatable); controls always run")
+    what.add_argument(
+        "--only", action="append", default=[], metavar="GLOB", help="these checks or groups only (repeatable); controls always run"
+    )
     what.add_argument("--seed", type=_seed, default=0, metavar="N", help=f"of the inputs, 0 to {MAX_SEED} (default 0)")
     what.add_argument("--small", action="store_true", help="small shapes: for many runs, or to try this out")
     what.add_argument("--list", action="store_true", help="the checks and what each asks; nothing is run")

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .cases import unexpanded
+
 # NaN in bfloat16, float16, float32 and float64 alike, and not the NaN that arithmetic makes: who writes it means harm
 PATTERN = -11  # 0xFFF5 as int16
 GUARD_BYTES = 1 << 17  # more than the tile of 128 rows by 256 numbers that a program writes; a multiple of every alignment
 
 _NEW = torch.ops.aten
-_EMPTY = {_NEW.empty.memory_format, _NEW.empty_like.default, _NEW.new_empty.default, _NEW.empty_strided.default, _NEW.new_empty_strided.default}
+_EMPTY = {
+    _NEW.empty.memory_format, _NEW.empty_like.default, _NEW.new_empty.default, _NEW.empty_strided.default, _NEW.new_empty_strided.default,
+}  # fmt: skip
 _FILLED = {
     _NEW.zeros.default: 0.0, _NEW.zeros_like.default: 0.0, _NEW.new_zeros.default: 0.0, _NEW.ones.default: 1.0, _NEW.ones_like.default: 1.0,
     _NEW.new_ones.default: 1.0, _NEW.full.default: None, _NEW.full_like.default: None, _NEW.new_full.default: None,
@@ -28,20 +32,20 @@ class Guarded:
     def __init__(self):
         self.buffers: list[tuple[Tensor, int, str]] = []  # int16 words, bytes of the tensor, what it is
 
-    def like(self, meta: Tensor, what: str = "") -> Tensor:
-        """A new tensor of meta's shape, strides and dtype, on its device, full of NaN (integers: of the pattern)."""
+    def like(self, meta: Tensor, what: str = "", where: torch.device | None = None) -> Tensor:
+        """A new tensor of meta's shape, strides and dtype, on `where` or its device, full of NaN (integers: of the pattern)."""
         size = meta.element_size()
         span = 1 + sum((n - 1) * s for n, s in zip(meta.shape, meta.stride(), strict=True)) if meta.numel() else 0
         room = -(-span * size // 256) * 256
-        words = torch.full(((2 * GUARD_BYTES + room) // 2,), PATTERN, dtype=torch.int16, device=meta.device)
+        words = torch.full(((2 * GUARD_BYTES + room) // 2,), PATTERN, dtype=torch.int16, device=where or meta.device)
         self.buffers.append((words, span * size, what))
-        typed = words.view(torch.uint8)[GUARD_BYTES : GUARD_BYTES + span * size].view(torch.uint8)
-        typed = typed.view(meta.dtype) if meta.dtype != torch.bool else typed.view(torch.bool)
+        typed = words.view(torch.uint8)[GUARD_BYTES : GUARD_BYTES + span * size].view(meta.dtype)
         return typed.as_strided(meta.shape, meta.stride())
 
-    def copy(self, tensor: Tensor, what: str = "") -> Tensor:
-        """The same numbers behind the same strides, between guards."""
-        return self.like(tensor, what).copy_(tensor)
+    def copy(self, tensor: Tensor, what: str = "", where: torch.device | None = None) -> Tensor:
+        """The same numbers on `where` behind the same strides, between guards."""
+        base = unexpanded(tensor)
+        return self.like(base, what, where or tensor.device).copy_(base).expand(tensor.shape)
 
     def disturbed(self) -> dict[str, int]:
         """Guard words of each buffer that no longer hold the pattern, where there are any."""

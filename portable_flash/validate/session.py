@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
 import importlib
 import os
 import platform
@@ -16,61 +15,23 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
 from .. import dispatch
 from ..device import Device, all_devices, detect
-from ..worker import CONTINUES, HANG, Worker, WorkerError
-from . import golden, identity, signals
+from ..worker import Worker
+from . import golden, identity
+from .ahead import Ahead
 from .checks import GROUPS, Task, agreement, speed, tasks, wanted
 from .context import Context, Runner
-from .inputs import MAX_SEED
-from .levels import LEVELS
-from .report import Check, DeviceReport, Digest, Identity, Report, Software, Used, together, verdict_of
+from .drive import Caller, Done, Options, Stop, Tell, label, run_device
+from .report import Check, DeviceReport, Report, together, verdict_of
 
-SHUFFLED = ("accuracy", "repeatability", "agreement")  # what a soak does again and again
-FAULT_HINT = "Read the device's error log (NVIDIA: Xid in dmesg; AMD: RAS, dmesg) and take it out of service if it repeats."
-LISTING_TIMEOUT_S = 300.0
+INTERRUPTED = "interrupted"
 ENDING_S = 20.0  # in which a device's last answer arrives after an interruption
-ORDER = ("pass", "skipped", "unread", "warn", "inconclusive", "fail")  # of statuses, worst last
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What is asked of a validation. Everything a worker process needs is in here."""
-
-    level: str = "quick"
-    seed: int = 0
-    hours: float = 0.0
-    strict: bool = False
-    timeout_s: float | None = None
-    backend: str | None = None
-    only: tuple[str, ...] = ()
-    small: bool = False
-    runner: str = "portable_flash.validate.context:Runner"  # module:class, for tests of the validator
-    golden: str | None = None  # folder of recorded digests
-
-
-@dataclass(frozen=True)
-class Done:
-    """What one task found."""
-
-    checks: list[Check] = field(default_factory=list)
-    used: list[Used] = field(default_factory=list)
-    digests: list[Digest] = field(default_factory=list)
-    inputs: dict[str, str] = field(default_factory=dict)
-
-
-class Caller(Protocol):
-    """Asks a DeviceValidator: a Worker, or in tests the object itself."""
-
-    def call(self, method: str, *arguments: Any, timeout_s: float) -> Any: ...
-
-    def close(self) -> None: ...
 
 
 def context_of(runner: Runner, options: Options, facts: tuple = (None, None, None)) -> Context:
@@ -152,120 +113,6 @@ def _out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "out of memory" in str(error).lower() or "can't allocate memory" in str(error).lower()
 
 
-# ---------------------------------------------------------------- one device, from this process
-class Stop(threading.Event):
-    """Set when the run is to end early; `why` is for the reports."""
-
-    why = ""
-
-
-Tell = Callable[[str, str, int, int], None]  # device, task, tasks done, tasks in all
-
-
-def run_device(device: Device, facts: tuple[Identity, Software, str | None], options: Options, worker: Caller, stop: Stop,
-               deadline: float | None, tell: Tell) -> DeviceReport:  # fmt: skip
-    """Every task of the device's level, and the signals before and after."""
-    began = time.monotonic()
-    found: dict[str, Check] = {}
-    used: dict[tuple, Used] = {}
-    digests: dict[tuple, Digest] = {}
-    inputs: dict[str, str] = {}
-    reason, before = "", signals.read(device)
-    name, left = label(device), []
-
-    def enter(check: Check, rounds: bool) -> None:
-        known = found.get(check.id)
-        if rounds and known is not None:
-            worse = check if ORDER.index(check.status) > ORDER.index(known.status) else known
-            if worse.status == "pass" and (check.measured or 0) > (known.measured or 0):
-                worse = check
-            check = replace(worse, seconds=known.seconds + check.seconds, data=worse.data | {"rounds": int(known.data.get("rounds", 1)) + 1})
-        found[check.id] = check
-
-    try:
-        listed = worker.call("listed", timeout_s=LISTING_TIMEOUT_S)
-    except WorkerError as error:
-        listed, reason = [], f"its worker did not start: {error.reason}"
-    for turn, number in _rounds(listed, options, began):
-        task, ids, _ = listed[number]
-        seconds = None if deadline is None else deadline - time.monotonic()
-        if stop.is_set() or (seconds is not None and seconds <= 0):
-            left = _undone(listed, found)
-            break
-        tell(name, task, number, len(listed))
-        limit = LEVELS[options.level].task_seconds
-        try:
-            seed = (options.seed + turn) % (MAX_SEED + 1)
-            done: Done = worker.call("run", number, seconds, seed, timeout_s=limit if seconds is None else min(limit, seconds + 1.0))
-        except WorkerError as error:
-            ended = stop.is_set() or (error.kind == HANG and seconds is not None and seconds < limit)
-            if ended:
-                left = _undone(listed, found)
-                break
-            for check in _broken(ids, found, error):
-                enter(check, False)
-            if error.kind != CONTINUES:
-                reason = f"{task}: {error.reason}"
-                left = _undone(listed, found)
-                break
-            continue
-        for check in done.checks:
-            enter(check, turn > 0)
-        used |= {(u.backend, u.kernel, u.tiling): u for u in done.used if (u.backend, u.kernel, u.tiling) not in used}
-        if turn == 0:
-            digests |= {(d.case, d.tensor): d for d in done.digests}
-            inputs |= done.inputs
-    after = signals.read(device)
-    for check in signals.checks(before, after):
-        if wanted(check.id, options.only):
-            enter(check, False)
-    why = stop.why or ("the time of --timeout was over" if not reason else reason)
-    for name_ in left:
-        found.setdefault(name_, Check(id=name_, status="skipped", detail=f"not done: {why}"))
-    if left and not reason:
-        reason = f"{len(left)} checks were not done: {why}"
-    tell(name, "done", len(listed), len(listed))
-    return DeviceReport(
-        identity=facts[0], verdict="no_verdict", reason=reason, driver=facts[2], checks=list(found.values()),
-        signals=signals.signals(before, after), kernels=list(used.values()), digests=list(digests.values()),
-        inputs_sha256=_together(inputs), seconds=time.monotonic() - began,
-    )  # fmt: skip
-
-
-def _undone(listed: list, found: dict[str, Check]) -> list[str]:
-    return [name for _, ids, _ in listed for name in ids if name not in found and not name.endswith("*")]
-
-
-def _rounds(listed: list, options: Options, began: float) -> Iterable[tuple[int, int]]:
-    """(round, task number): everything once, and in a soak the shuffled groups again with other seeds until its hours are over."""
-    yield from ((0, number) for number in range(len(listed)))
-    again = [n for n, (name, _, _) in enumerate(listed) if name.partition("/")[0] in SHUFFLED]
-    turn = 1
-    while again and options.level == "soak" and time.monotonic() - began < options.hours * 3600:
-        for number in again:
-            yield turn, number
-            if time.monotonic() - began >= options.hours * 3600:
-                return
-        turn += 1
-
-
-def _broken(ids: tuple[str, ...], found: dict[str, Check], error: WorkerError) -> list[Check]:
-    """A task that raised, faulted or hung: its own checks say so. A hang proves nothing about the numbers, but it ends the device."""
-    status = "inconclusive" if error.kind == HANG else "fail"
-    what = {"hang": "hung", "fault": "faulted"}.get(error.kind, "raised an error")
-    names = [name.rstrip("/*") for name in ids if name not in found]
-    return [Check(id=name, status=status, detail=f"{what}: {error.reason}", hint=FAULT_HINT) for name in names]
-
-
-def _together(inputs: dict[str, str]) -> str:
-    """One hash of all inputs, whatever the order in which they were drawn."""
-    return hashlib.sha256("".join(f"{name} {sha}\n" for name, sha in sorted(inputs.items())).encode()).hexdigest() if inputs else ""
-
-
-def label(device: Device) -> str:
-    return "cpu" if device.index is None else f"gpu {device.index}"
-
-
 # ---------------------------------------------------------------- all devices
 def visible() -> list[Device]:
     """The GPUs that torch sees; the CPU where there is none."""
@@ -290,47 +137,51 @@ def validate(
     started, began = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
     devices = visible() if devices is None else list(devices)
     deadline = None if options.timeout_s is None else began + options.timeout_s
-    software, stop = identity.software(), Stop()
-    threads = max(1, cores() // max(1, len(devices)))
+    software, threads = identity.software(), max(1, cores() // max(1, len(devices)))
     facts = [(identity.identify(device), software, identity.driver(device)) for device in devices]
     workers = [worker(device, options, threads, fact) for device, fact in zip(devices, facts, strict=True)]
-    reports: list[DeviceReport | None] = [None] * len(devices)
-    ended: queue.Queue[int] = queue.Queue()  # not Thread.join, which an interruption leaves believing that the thread is over
 
-    def drive(place: int) -> None:
+    def drive(place: int, stop: Stop) -> DeviceReport:
         try:
-            reports[place] = run_device(devices[place], facts[place], options, workers[place], stop, deadline, tell)
+            return run_device(devices[place], facts[place], options, workers[place], stop, deadline, tell)
         except Exception as error:  # a fault of the validator itself is no verdict on the device
-            reports[place] = DeviceReport(identity=facts[place][0], verdict="no_verdict", reason=f"{type(error).__name__}: {error}")
-        ended.put(place)
+            return DeviceReport(identity=facts[place][0], verdict="no_verdict", reason=f"{type(error).__name__}: {error}")
 
-    running = len(devices)
+    with Ahead(devices, options, cores()) if worker is make_worker else contextlib.nullcontext():
+        found = _side_by_side(drive, workers)
+    missing = [DeviceReport(identity=fact[0], verdict="no_verdict", reason=INTERRUPTED) for fact in facts]
+    reports = [found.get(place, nothing) for place, nothing in enumerate(missing)]
+    reports = [finished(report, options) for report in compared(reports, options)]
+    return Report(
+        host=platform.node(), verdict=together(report.verdict for report in reports), level=options.level, seed=options.seed,
+        started=started.isoformat(timespec="seconds"), seconds=time.monotonic() - began, strict=options.strict, command=list(command),
+        software=software, devices=reports,
+    )  # fmt: skip
+
+
+def _side_by_side(drive: Callable[[int, Stop], DeviceReport], workers: Sequence[Caller]) -> dict[int, DeviceReport]:
+    """drive(place, stop) for every worker, each in a thread of its own; what there is when they are done, or soon after Ctrl-C."""
+    stop, found = Stop(), {}
+    ended: queue.Queue[tuple[int, DeviceReport]] = queue.Queue()  # not Thread.join, which Ctrl-C leaves believing that the thread is over
     try:
-        for place in range(len(devices)):
-            threading.Thread(target=drive, args=(place,), daemon=True).start()
-        while running:
+        for place in range(len(workers)):
+            threading.Thread(target=lambda place=place: ended.put((place, drive(place, stop))), daemon=True).start()
+        while len(found) < len(workers):
             with contextlib.suppress(queue.Empty):
-                ended.get(timeout=0.2)
-                running -= 1
+                found.update([ended.get(timeout=0.2)])
     except KeyboardInterrupt:
-        stop.why = "interrupted"
+        stop.why = INTERRUPTED
         stop.set()
         for one in workers:
             if isinstance(one, Worker):
                 one.kill()
         with contextlib.suppress(queue.Empty):
-            for _ in range(running):
-                ended.get(timeout=ENDING_S)
+            while len(found) < len(workers):
+                found.update([ended.get(timeout=ENDING_S)])
     finally:
         for one in workers:
             one.close()
-    done = [report or DeviceReport(identity=fact[0], verdict="no_verdict", reason="interrupted") for report, fact in zip(reports, facts)]
-    done = [finished(report, options) for report in compared(done, options)]
-    return Report(
-        host=platform.node(), verdict=together(report.verdict for report in done), level=options.level, seed=options.seed,
-        started=started.isoformat(timespec="seconds"), seconds=time.monotonic() - began, strict=options.strict, command=list(command),
-        software=software, devices=done,
-    )  # fmt: skip
+    return found
 
 
 def compared(reports: list[DeviceReport], options: Options) -> list[DeviceReport]:

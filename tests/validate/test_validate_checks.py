@@ -29,7 +29,9 @@ def failed(report: DeviceReport) -> list[str]:
 
 # What must be among the failures, and what alone may be: by accuracy's own tensor name where a fault has one
 FAULTS = {
-    "ScaledTile": (["accuracy/bf16-d128-causal/out", "repeatability/units/*/out"], ["accuracy/*/out", "repeatability/units/*/out", "edges/*"]),
+    "ScaledTile": (
+        ["accuracy/bf16-d128-causal/out", "repeatability/units/*/out"], ["accuracy/*/out", "repeatability/units/*/out", "edges/*"],
+    ),
     "StuckLane": (["accuracy/bf16-d128-causal/out", "accuracy/fp32-d64-causal/out"], ["accuracy/*/out", "edges/*"]),
     "NanRow": (["accuracy/bf16-d128-causal/out"], ["accuracy/*/out", "repeatability/units/*/out", "edges/*"]),
     "GradientsOnly": (
@@ -39,7 +41,9 @@ FAULTS = {
     "DroppedKeys": (["accuracy/bf16-d128-causal/out", "accuracy/fp16-d64-full/grad_value"], ["accuracy/*", "edges/*"]),
     "WrongHead": (["accuracy/bf16-d128-causal/out", "accuracy/bf16-d128-varlen-causal/out"], ["accuracy/*", "edges/*"]),
     "StrayWrite": (["memory/guards/bf16-d128-causal"], ["memory/guards/*"]),
-    "Unwritten": (["memory/unwritten/bf16-d128-causal"], ["memory/unwritten/*", "accuracy/*/out", "edges/*", "repeatability/*", "agreement/*"]),
+    "Unwritten": (
+        ["memory/unwritten/bf16-d128-causal"], ["memory/unwritten/*", "accuracy/*/out", "edges/*", "repeatability/*", "agreement/*"],
+    ),
     "OtherBits": (["repeatability/units/*/out"], ["repeatability/units/*/out", "edges/layouts"]),
 }  # fmt: skip
 

@@ -40,7 +40,8 @@ def test_writing_all_of_the_tensor_is_no_stray():
 def test_new_memory_is_nan_and_filled_memory_is_filled(dtype):
     base = torch.zeros(2, 3, dtype=dtype)
     with guarded_allocations() as made:
-        empties = [torch.empty(4, 5, dtype=dtype), base.new_empty(7), torch.empty_like(base), torch.empty_strided((2, 2), (1, 2), dtype=dtype)]
+        empties = [torch.empty(4, 5, dtype=dtype), base.new_empty(7), torch.empty_like(base)]
+        empties.append(torch.empty_strided((2, 2), (1, 2), dtype=dtype))
         zeros, ones, sevens = torch.zeros(3, dtype=dtype), torch.ones_like(base), base.new_full((2,), 7.0)
     assert len(made.buffers) == 7 and not made.disturbed()
     for tensor in empties:
@@ -48,6 +49,12 @@ def test_new_memory_is_nan_and_filled_memory_is_filled(dtype):
         tensor[1:] = torch.nan  # that arithmetic makes is not the pattern
         assert unwritten(tensor) == tensor[:1].numel()
     assert zeros.eq(0).all() and ones.eq(1).all() and sevens.eq(7).all() and not unwritten(zeros)
+
+
+def test_copy_of_an_expanded_tensor():
+    tensor = torch.arange(3.0).expand(4, 3)
+    copy = Guarded().copy(tensor)
+    assert torch.equal(copy, tensor) and copy.stride() == (0, 1)
 
 
 def test_nothing_is_guarded_outside():

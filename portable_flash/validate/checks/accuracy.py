@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...backends import Gradients
+from ...backends import Gradients, Plan
 from ...reference import GRADIENT, GRADIENTS, OUTPUT, Verdict, compare_call
 from ..cases import Call, Case, accuracy_cases, run
 from ..context import Context
@@ -45,11 +45,10 @@ def check_case(context: Context, case: Case) -> Iterator[Check]:
         yield as_check(f"accuracy/{case.name}/{verdict.name}", verdict, plan.backend)
 
 
-def computed(context: Context, call: Call, plan) -> dict[str, Tensor]:
+def computed(context: Context, call: Call, plan: Plan) -> dict[str, Tensor]:
     """Results on the CPU. They were full of NaN before the launch, so that what no program wrote is wrong."""
-    there = call.on(context.where)
     with guarded_allocations():
-        found = run(context.runner, there, plan)
+        found = run(context.runner, call.on(context.where), plan)
     return {name: tensor.cpu() for name, tensor in found.items()}
 
 

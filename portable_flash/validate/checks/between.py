@@ -53,8 +53,9 @@ def chosen(context: Context) -> Iterator[Check]:
     status = "fail" if broken else "warn" if operations else "pass"
     hint = "" if status == "pass" else "Calls run on a slower path; the reasons say what to install or, after a failed probe, to distrust."
     yield Check(
-        id=name, status=status, severity="critical" if broken else "major", detail=f"{plan.backend}; {refused}" if refused else plan.backend,
-        hint=hint, data={"backend": plan.backend, "expected": expected},
+        id=name, status=status, severity="critical" if broken else "major", hint=hint,
+        detail=f"{plan.backend}; {refused}" if refused else plan.backend,
+        data={"backend": plan.backend, "expected": expected},
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...backends import Plan
 from ...reference import Verdict
 from ..cases import TENSORS, Call, Case, run
 from ..context import Context
@@ -75,7 +76,7 @@ def _strided(call: Call) -> Call:
         view = tensor.new_full([n + 8 for n in tensor.shape], torch.nan)[tuple(slice(4, n + 4) for n in tensor.shape)]
         return view.copy_(tensor)
 
-    return call.replaced(**{name: inside(tensor) for name, tensor in call.tensors().items() if name in ("query", "key", "value", "grad_out")})
+    return call.replaced(**{name: inside(call.tensors()[name]) for name in ("query", "key", "value", "grad_out")})
 
 
 def _other_layout(call: Call) -> Call:
@@ -103,9 +104,10 @@ EDGES = (
     Edge("mqa-16", "16 query heads to one key head", lambda c: sized(c, heads_k=1, group=16), quick=False),
     Edge("nan-in-hidden-keys", "NaN in keys and values that nothing sees changes no bit",
          lambda c: sized(c, mask="k"), lambda call: _hidden_keys(call, torch.nan), same=True),
-    Edge("strides", "views into larger buffers give the same bits as contiguous tensors", lambda c: sized(c, causal=True), _strided, same=True),
+    Edge("strides", "views into larger buffers give the bits of contiguous tensors", lambda c: sized(c, causal=True), _strided, same=True),
     Edge("layouts", "bshd gives the same bits as bhsd", lambda c: sized(c, causal=True), _other_layout, same=True),
-    Edge("large-logits", "logits beyond a thousand stay finite and exact", lambda c: sized(c, dtype="fp16", heads_k=8, scale=33.1), forward=True),
+    Edge("large-logits", "logits beyond a thousand stay finite and exact",
+         lambda c: sized(c, dtype="fp16", heads_k=8, scale=33.1), forward=True),
     Edge("zero-scale", "scale 0 gives the mean of the values", lambda c: sized(c, scale=0.0), quick=False),
     Edge("negative-scale", "a negative scale", lambda c: sized(c, scale=-0.25, causal=True), quick=False),
 )  # fmt: skip
@@ -117,9 +119,10 @@ def check(context: Context, edge: Edge) -> Iterator[Check]:
     plain = context.draw(case)
     if edge.same and case.mask is not None:
         plain = _hidden(plain, 3)
-    call = edge.change(plain) if edge.change else plain
+    change = edge.change or (lambda call: call)
+    call, there = change(plain), change(plain.on(context.where))  # there again, so that NaN around views is in the device's memory
     plan = context.plan(call)
-    found = results(context, call, plan)
+    found = results(context, there, plan)
     verdicts = accuracy.judge(call, found)
     verdict = accuracy.worst([v for v in verdicts if not (edge.forward and v.name.startswith("grad"))])
     judged = accuracy.as_check(f"edges/{edge.name}", verdict, plan.backend, tensor=verdict.name)
@@ -128,7 +131,7 @@ def check(context: Context, edge: Edge) -> Iterator[Check]:
     if edge.forward and status == "pass" and (infinite := [name for name in found if name != "lse" and not found[name].isfinite().all()]):
         status, detail, hint = "fail", f"{', '.join(infinite)}: not finite", HINT
     if edge.same and status == "pass":
-        twin = results(context, plain, context.plan(plain))
+        twin = results(context, plain.on(context.where), context.plan(plain))
         other = found if call.inputs.layout == plain.inputs.layout else {n: _turned(n, t) for n, t in found.items()}
         differ = [name for name in TENSORS if name in twin and not _same(other[name], twin[name])]
         if differ:
@@ -140,14 +143,10 @@ def check(context: Context, edge: Edge) -> Iterator[Check]:
     )  # fmt: skip
 
 
-def results(context: Context, call: Call, plan) -> dict[str, Tensor]:
-    """On the CPU, from memory full of NaN. Unlike a plain copy this keeps the strides of the inputs."""
-    there = call
-    if context.where.type != "cpu":
-        move = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=context.where).copy_(t)
-        there = call.replaced(**{name: move(tensor) for name, tensor in call.tensors().items()})
+def results(context: Context, call: Call, plan: Plan) -> dict[str, Tensor]:
+    """Of a call on the device, brought to the CPU; they were full of NaN before the launch."""
     with guarded_allocations():
-        found = run(context.runner, there, plan)
+        found = run(context.runner, call, plan)
     return {name: tensor.cpu() for name, tensor in found.items()}
 
 
@@ -168,7 +167,7 @@ def subnormals(context: Context) -> Iterator[Check]:
     plain = context.draw(replace(sized(context, dtype="fp16"), name="edge-subnormals"))
     small = plain.replaced(value=(plain.inputs.value.float() * 2.0**-17).to(plain.inputs.value.dtype))
     plan = context.plan(small)
-    found = results(context, small, plan)
+    found = results(context, small.on(context.where), plan)
     verdicts: dict[str, Verdict] = {v.name: v for v in accuracy.judge(small, found)}
     flushed = not bool(found["out"].any())
     judged = accuracy.as_check("edges/subnormals", verdicts["out"], plan.backend, flushed=flushed)
@@ -196,10 +195,9 @@ def far_offsets(context: Context) -> Iterator[Check]:
     there = call.on(context.where)
     far = room.as_strided(key.shape, (FAR, *key.stride()[1:]))
     far.copy_(there.inputs.key)
-    with guarded_allocations():
-        found = run(context.runner, there.replaced(key=far), context.plan(call))
-    verdict = accuracy.worst(accuracy.judge(call, {n: tensor.cpu() for n, tensor in found.items()}))
-    judged = accuracy.as_check(name, verdict, context.plan(call).backend, tensor=verdict.name)
+    plan = context.plan(call)
+    verdict = accuracy.worst(accuracy.judge(call, results(context, there.replaced(key=far), plan)))
+    judged = accuracy.as_check(name, verdict, plan.backend, tensor=verdict.name)
     yield replace(judged, seconds=time.monotonic() - began)
 
 

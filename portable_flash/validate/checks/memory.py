@@ -35,7 +35,7 @@ def guards(context: Context, case: Case) -> Iterator[Check]:
     began = time.monotonic()
     call = context.draw(case)
     plan, inputs = context.plan(call), Guarded()
-    there = call.replaced(**{name: inputs.copy(tensor.to(context.where), name) for name, tensor in call.tensors().items()})
+    there = call.replaced(**{name: inputs.copy(tensor, name, context.where) for name, tensor in call.tensors().items()})
     with guarded_allocations() as made:
         found = run(context.runner, there, plan)
     disturbed = inputs.disturbed() | made.disturbed()

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...backends import Plan
 from ..cases import TENSORS, Call, Case, accuracy_cases, large_case, run
 from ..context import Context
 from ..levels import busy_heads
@@ -74,7 +75,9 @@ class Repeats:
         return int(torch.stack(self.differ).sum()) if self.differ else 0
 
 
-def repeated(context: Context, call: Call, plan, results: dict[str, Repeats], runs: int, until: float = float("inf"), least: int = 0) -> int:
+def repeated(
+    context: Context, call: Call, plan: Plan, results: dict[str, Repeats], runs: int, until: float = float("inf"), least: int = 0
+) -> int:
     """Run again `runs` times, or until a time after at least `least`, and enter what differs; returns the number of runs."""
     for done in range(runs):
         if done >= least and time.monotonic() > until:
@@ -86,7 +89,7 @@ def repeated(context: Context, call: Call, plan, results: dict[str, Repeats], ru
     return runs
 
 
-def start(context: Context, call: Call, plan) -> dict[str, Repeats]:
+def start(context: Context, call: Call, plan: Plan) -> dict[str, Repeats]:
     return {name: Repeats(tensor.contiguous()) for name, tensor in run(context.runner, call, plan).items()}
 
 
