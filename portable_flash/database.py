@@ -6,8 +6,10 @@ aliases: a database file is plain data, whoever wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -103,8 +105,32 @@ class DeviceRecord:
     kernels: Mapping[str, Mapping[str, KernelRecord]]  # by backend, then by kernel
 
 
-def read(path: Path | Any, label: str | None = None) -> DeviceRecord:
-    """Read and check one file. `path` is a Path or an importlib.resources Traversable; `label` is its name in messages."""
+class _Later(Mapping):
+    """The `kernels` of a file whose entries are read when they are first asked for."""
+
+    def __init__(self, load: Callable[[], Mapping[str, Mapping[str, KernelRecord]]]):
+        self._load = load
+
+    @functools.cached_property
+    def _found(self) -> Mapping[str, Mapping[str, KernelRecord]]:
+        return self._load()
+
+    def __getitem__(self, backend: str) -> Mapping[str, KernelRecord]:
+        return self._found[backend]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def read(path: Path | Any, label: str | None = None, kernels_later: bool = False) -> DeviceRecord:
+    """Read and check one file. `path` is a Path or an importlib.resources Traversable; `label` is its name in messages.
+
+    kernels_later: the file's last part, from the line `kernels:`, is read and checked when `kernels` is first used. It is nearly
+    all of a file, and of the catalogue only the file of the device at hand needs it.
+    """
     label = label or str(path)
     try:
         with path.open("rb") as stream:
@@ -113,6 +139,8 @@ def read(path: Path | Any, label: str | None = None) -> DeviceRecord:
         raise DatabaseError(f"{label}: cannot be read: {error.strerror or error}") from error
     if len(data) > MAX_BYTES:
         raise DatabaseError(f"{label}: larger than {MAX_BYTES} bytes, so it is no database file")
+    if kernels_later and (start := re.search(rb"^kernels:", data, re.MULTILINE)):
+        return replace(parse(data[: start.start()], label), kernels=_Later(lambda: parse(data, label).kernels))
     return parse(data, label)
 
 

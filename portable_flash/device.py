@@ -90,7 +90,7 @@ def catalogue() -> Mapping[str, DeviceRecord]:
     for vendor in ("nvidia", "amd"):
         folder = resources.files(f"{__package__}.tuning_db") / vendor
         for file in sorted((f for f in folder.iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name):
-            record = read(file, f"{vendor}/{file.name}")
+            record = read(file, f"{vendor}/{file.name}", kernels_later=True)
             if record.vendor != vendor or f"{record.slug}.yaml" != file.name:
                 raise DatabaseError(f"{vendor}/{file.name}: slug {record.slug!r} and vendor {record.vendor!r} disagree with the path")
             records[record.slug] = record

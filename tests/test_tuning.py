@@ -4,6 +4,7 @@ import importlib
 import itertools
 import os
 import warnings
+from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from portable_flash import database
 from portable_flash.backends import hip, load
-from portable_flash.database import Blocked, DatabaseError, When, parse
+from portable_flash.database import Blocked, DatabaseError, When, parse, read
 from portable_flash.device import Device, catalogue, cpu, named
 from portable_flash.problem import Problem
 from portable_flash.tiling import KERNELS, Tiling, padded_head_dim
@@ -407,3 +408,23 @@ def test_shipped_tilings_were_made_for_the_kernels_that_are_shipped():
         for name, kernel in kernels.items()
     }
     assert recorded and all(space == load(backend).space(name) for (_, backend, name), space in recorded.items()), recorded
+
+
+# ------------------------------------------------------------------ the catalogue reads kernels when they are asked for
+def test_shipped_files_read_whole_or_in_parts_are_the_same():
+    """The kernels come last in a file, so that the part before them is a document of its own."""
+    from importlib import resources
+
+    for record in catalogue().values():
+        whole = read(resources.files("portable_flash.tuning_db") / record.file)
+        assert dict(record.kernels) == dict(whole.kernels)
+        assert replace(record, kernels=None, file="") == replace(whole, kernels=None, file="")
+
+
+def test_kernels_are_read_when_they_are_used(tmp_path):
+    path = tmp_path / "h200.yaml"
+    path.write_text(text(kernels="  sideways: {}\n"))
+    record = read(path, "x.yaml", kernels_later=True)
+    assert record.slug == "h200"
+    with pytest.raises(DatabaseError, match="x.yaml:11: kernels.triton.sideways: unknown field"):
+        record.kernels.get("triton")
