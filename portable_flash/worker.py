@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -125,8 +126,8 @@ def _serve(pipe: Any, factory: str, options: dict[str, Any]) -> None:
 
 def _context_is_broken() -> bool:
     """After a fault every later call fails too, in whichever candidate it is."""
-    torch = importlib.import_module("torch")
-    if not torch.cuda.is_initialized():
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
         return False
     try:
         torch.cuda.synchronize()

@@ -16,6 +16,7 @@ from ..tuning import user_folder
 from . import looking, running
 from .keys import DEFAULT_BUCKETS, DEFAULT_DTYPES, DEFAULT_HEAD_DIMS, DTYPES, KEY_FORM, Key, fits_memory, key_set, parse_key
 from .running import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, Target, UsageError
+from .space import SHORTLIST
 from .writer import WriteError, ensure_writable, path_of
 
 
@@ -36,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--keys", nargs="+", metavar="KEY", help=f"these keys only: {KEY_FORM}")
     how = p.add_argument_group("how")
     how.add_argument("--offline", action="store_true", help="without the GPU: compile for it, drop what spills, rank by the model")
-    how.add_argument("--candidates", type=_positive, metavar="N", help="candidates a key (default 12; offline 6)")
+    how.add_argument("--candidates", type=_positive, metavar="N", help=f"candidates a key (default {SHORTLIST}; offline 6)")
     how.add_argument("--budget", type=_seconds, metavar="SECONDS", help="stop cleanly after this time and keep what is done")
     how.add_argument("--resume", action="store_true", help="go on where the last run to the same --out stopped")
     how.add_argument("--jobs", type=_positive, metavar="N", help="processes that compile (default: cores less two)")

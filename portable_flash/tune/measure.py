@@ -46,6 +46,9 @@ class Measurer(Protocol):
     def prepare(self, key: Key) -> None:
         """Make what all candidates of a key share, so that it is in nobody's time."""
 
+    def launch(self, key: Key, tiling: Tiling) -> Check:
+        """Launch at the key's shape and wait for the end: what faults or hangs does it here. Right or wrong, it is ok."""
+
     def check(self, key: Key, tiling: Tiling) -> Check:
         """Launch at the key's shape into outputs full of NaN and compare with the oracle."""
 
@@ -121,6 +124,17 @@ class GpuMeasurer:
             torch.cuda.synchronize()  # a fault is this candidate's
         return results
 
+    def launch(self, key: Key, tiling: Tiling) -> Check:
+        self._launch_first(key, tiling, self._prepare(key))
+        return Check(True)
+
+    def _launch_first(self, key: Key, tiling: Tiling, data: _Data) -> None:
+        """On the first input set, to the end."""
+        first = data.sets[0]
+        self._launch(key, self._plan(key, key.problem(), tiling), _inputs(first), first[3], data.forwards[0] if data.forwards else None)
+        if self.where.type == "cuda":
+            torch.cuda.synchronize()
+
     # -------------------------------------------------------------- right
     def check(self, key: Key, tiling: Tiling) -> Check:
         data = self._prepare(key)
@@ -194,11 +208,9 @@ class GpuMeasurer:
 
     # -------------------------------------------------------------- data
     def prepare(self, key: Key) -> None:
-        data, tiling = self._prepare(key), default(key, self.device)
+        data = self._prepare(key)
         if not self._warm:  # the first launch of a process loads the backend
-            first = data.sets[0]
-            plan = self._plan(key, key.problem(), tiling)
-            self._launch(key, plan, _inputs(first), first[3], data.forwards[0] if data.forwards else None)
+            self._launch_first(key, default(key, self.device), data)
             self._warm = True
 
     def _prepare(self, key: Key) -> _Data:

@@ -46,8 +46,10 @@ def from_journal(journal: Journal, device: Device, settings: Settings) -> list[O
     """Outcomes of all keys whose final was measured, in order; nothing is measured."""
     finals: dict[str, dict[Tiling, list[float]]] = {}
     judged: dict[str, dict[tuple[str, Tiling], tuple[Check, str]]] = {}
+    tried: dict[str, set[Tiling]] = {}
     for (kind, key, use, rung), value in journal.known.items():
         tiling = Tiling(**dict(use))
+        tried.setdefault(key, set()).add(tiling)
         if kind == "time" and rung == FINAL:
             finals.setdefault(key, {})[tiling] = value
         elif kind != "time":
@@ -59,7 +61,9 @@ def from_journal(journal: Journal, device: Device, settings: Settings) -> list[O
         found = Found(key, better(one, usual, settings.tie), next((t for t in one if t.tiling == usual), None))
         found.checks = {t: check for (kind, t), (check, _) in known.items() if kind == "check" and check.ok}
         found.rejected = [Rejected(t, kind, check.reason) for (_, t), (check, kind) in known.items() if not check.ok]
-        found.tried = sum(kind == "check" for kind, _ in known)
+        found.finals = {t.tiling: t for t in one}
+        found.tried = len(tried.get(name, ()))
+        found.ranking = [t for t in found.ranking if t.tiling in found.checks]
         right = [t for t in found.ranking if (probe := known.get(("probe", t.tiling))) and probe[0].ok]
         outcomes.append(Outcome(key, found, right[0] if right else None))
     return sorted(outcomes, key=lambda o: (KERNELS.index(o.key.kernel), o.key))

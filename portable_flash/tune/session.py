@@ -1,7 +1,7 @@
 """A whole run: keys in, entries of the database out. Compiling, measuring and probing overlap; every worker has a thread here.
 
 Groups of keys that share compiled code move through stages: compile the candidates, time them a little, compile the neighbours of
-the fastest, finish the search, compile the winners for an odd shape, probe them there. While one group compiles, another is
+the fastest, time on and check the fastest, compile the winners for an odd shape, probe them there. While one group compiles, another is
 measured. A group that another dtype of the same size went before starts from what that one found.
 """
 
@@ -24,7 +24,7 @@ from .journal import Journal, Record
 from .keys import DEFAULT_BUCKETS, DTYPES, Key
 from .nodes import Node
 from .outcomes import Outcome
-from .search import Found, NodeLost, Recorded, Rejected, Search, Settings, Stopped, probed
+from .search import FINAL, Found, NodeLost, Recorded, Rejected, Search, Settings, Stopped, probed
 from .space import JOINING, SHARE, SHORTLIST, allows, default, known_tilings, neighbours, shortlist, space
 
 LOOKAHEAD = 4  # groups that are compiled before they are measured, a worker
@@ -249,11 +249,12 @@ class Session:
         return _Group(keys, candidates, compiled, node.compile(self.support(keys)) if compiled else [])
 
     def _compile(self, node: Node, tilings: Mapping[Key, Iterable[Tiling]]) -> dict[Tiling, Future[Compiled]]:
-        """Of one group, those that the journal has no verdict on: each once, for the first key that wants it."""
+        """Of one group, those that the journal has neither a failed launch nor a time of: each once, for the first key that wants it."""
         needed: dict[Tiling, Key] = {}
         for key, several in tilings.items():
             for tiling in several:
-                if self.journal.get("check", key, tiling) is None:
+                known = (self.journal.get(what, key, tiling, level) for what, level in (("launch", 0), ("time", 0), ("time", 1), ("time", FINAL)))
+                if all(value is None for value in known):
                     needed.setdefault(tiling, key)
         jobs = [Job(k.backend, k.kernel, k.problem(), t, self.device) for t, k in needed.items()]
         return dict(zip(needed, node.compile(jobs), strict=True))

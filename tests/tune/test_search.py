@@ -1,5 +1,6 @@
-"""The gate, the halving and the choice, with a fake measurer in this process."""
+"""The halving, the gate and the choice, with a fake measurer in this process."""
 
+import contextlib
 import time
 from dataclasses import replace
 
@@ -95,8 +96,38 @@ def test_what_is_prepared_once_is_not_counted_and_is_prepared_again_after_a_faul
     settings = Settings()
     ask = Recorded(Slow(bad=[(name(TRIED[1]), "fault")]), Journal(None, {}), settings)
     found = search(KEY, TRIED[:3], ask, settings)
-    assert calls[:5] == ["prepare", "check", "check", "prepare", "check"] and calls.count("prepare") == 2
+    assert calls[:5] == ["prepare", "launch", "launch", "prepare", "launch"] and calls.count("prepare") == 2
     assert found.gpu_s < 0.2 < 0.4 <= ask.prepare_s + 0.01
+    hurried = Settings(key_limit_s=0.19)  # of the search itself: what is prepared keeps nobody from joining
+    assert search(KEY, TRIED[:3], Recorded(Slow(), Journal(None, {}), hurried), hurried, neighbours=lambda _: TRIED[3:5]).tried == 5
+
+
+def test_few_are_checked_and_those_that_fail_are_replaced_by_the_next_in_order_of_speed():
+    order = sorted(TRIED, key=lambda t: microseconds(KEY, t))
+    checked = lambda worker: [a[1] for method, a in worker.requests if method == "check"]
+    assert checked(run()[1])[0] == TRIED[0] and len(checked(run()[1])) <= 4
+    fast = [t for t in order if t != TRIED[0]]
+    found, worker, _ = run(bad=[(name(t), "wrong") for t in fast[:-2]])  # more than the first round keeps
+    assert [t.tiling for t in found.ranking if t.tiling != TRIED[0]] == fast[-2:][: len(found.ranking) - 1]
+    assert set(fast[:-2]) == {r.tiling for r in found.rejected} and len(found.ranking) > 1
+    every, worker, _ = run(exhaustive=True, bad=[(name(fast[0]), "wrong")])
+    assert len(checked(worker)) <= 4 and len(every.finals) == len(TRIED) and fast[0] not in [t.tiling for t in every.ranking]
+
+
+def test_the_limit_of_accuracy_is_that_of_the_most_accurate_one_checked():
+    fast = sorted((t for t in TRIED if t != TRIED[0]), key=lambda t: microseconds(KEY, t))
+    ratios = {TRIED[0]: 2.0, fast[0]: 3.0, fast[1]: 1.0, fast[2]: 2.1, fast[3]: 1.9}
+
+    class Graded(InProcess):
+        def call(self, method, *arguments, timeout_s):
+            answer = super().call(method, *arguments, timeout_s=timeout_s)
+            return replace(answer, error_ratio=ratios.get(arguments[1], 1.5)) if method == "check" else answer
+
+    settings = Settings(far=10.0)
+    found = search(KEY, TRIED, Recorded(Graded(), Journal(None, {}), settings), settings)
+    assert [t.tiling for t in found.ranking] == [fast[1], fast[3], TRIED[0]]  # 3.0 was within twice the default's 2.0
+    assert {r.tiling: r.kind for r in found.rejected} == {fast[0]: "inaccurate", fast[2]: "inaccurate"}
+    assert all("limit here is 2" in r.reason for r in found.rejected)
 
 
 def test_a_bad_default_leaves_the_others():
@@ -126,11 +157,11 @@ def test_the_winner_must_be_right_at_an_odd_shape_too():
 
 def test_a_stop_is_between_two_measurements():
     worker, settings = InProcess(), Settings()
-    asked = iter([False] * 5 + [True])
+    asked = iter([False] * (len(TRIED) + 1) + [True])
     journal = Journal(None, {})
     with pytest.raises(Stopped):
         search(KEY, TRIED, Recorded(worker, journal, settings, lambda: next(asked)), settings)
-    assert len(worker.requests) == len(journal.known) == 5
+    assert len(worker.requests) == 1 and len(journal.known) == len(TRIED)  # all launched, and timed in one request
 
 
 # ------------------------------------------------------------------ journal
@@ -147,19 +178,26 @@ def test_resume_repeats_no_finished_measurement(tmp_path):
 
 def test_a_run_stopped_anywhere_goes_on_where_it_was(tmp_path):
     whole = [(m, str(a)) for m, a in run()[1].requests]
-    for after in range(1, len(whole), 3):
+    for after in range(0, len(whole) + 1):
         path = tmp_path / f"{after}.jsonl"
-        journal, settings, left = Journal(path, {}), Settings(), [after]
-
-        def stop(left=left):
-            left[0] -= 1
-            return left[0] < 0
-
+        journal, settings = Journal(path, {}), Settings()
         before, rest = InProcess(), InProcess()
-        with pytest.raises(Stopped):
+        stop = lambda before=before, after=after: len(before.requests) == after
+        with pytest.raises(Stopped) if after < len(whole) else contextlib.nullcontext():
             search(KEY, TRIED, Recorded(before, journal, settings, stop), settings)
         search(KEY, TRIED, Recorded(rest, Journal(path, {}, resume=True), settings), settings)
         assert [(m, str(a)) for m, a in (*before.requests, *rest.requests)] == whole
+
+
+@pytest.mark.parametrize("way", ["late", "fault_when_timed"])
+def test_a_key_that_was_late_and_one_that_ended_the_worker_are_resumed_for_nothing(way):
+    journal, bad = Journal(None, {}), [(name(truth()), "fault_when_timed")] if way != "late" else []
+    settings, neighbours = Settings(key_limit_s=-1.0 if way == "late" else 10.0), lambda leaders: TRIED[8:12]
+    once = search(KEY, TRIED[:8], Recorded(InProcess(bad=bad), journal, settings), settings, neighbours=neighbours)
+    silent = InProcess(bad=bad)
+    again = search(KEY, TRIED[:8], Recorded(silent, journal, Settings()), Settings(), neighbours=neighbours)
+    assert not silent.requests and again.ranking == once.ranking and again.tried == once.tried == (8 if way == "late" else 12)
+    assert again.rejected == once.rejected and len(once.rejected) == len(bad)
 
 
 def test_without_resume_the_journal_starts_afresh_and_another_identity_is_refused(tmp_path):
@@ -191,7 +229,7 @@ def test_every_key_gets_its_outcome_and_other_dtypes_start_from_what_was_found()
     tried = {o.key: o.found.tried for o in report.outcomes}
     for key, count in tried.items():
         if key.dtype == "fp16":
-            assert count <= 10 < tried[replace(key, dtype="bf16")]  # 5, perhaps a default of its own, and 4 neighbours
+            assert count <= 10 < 14 < tried[replace(key, dtype="bf16")]  # 5, perhaps a default of its own, and 4 neighbours
     for outcome in report.outcomes:
         assert outcome.speedup >= 0.99
 
@@ -235,7 +273,7 @@ def test_the_keys_of_a_node_that_is_lost_go_to_the_others():
 @pytest.mark.parametrize("how", ["wrong", "fault", "hang"])
 def test_bad_tilings_are_blocked_with_the_reason_on_request(how):
     key = few_keys()[0]
-    bad = shortlist(key, DEVICE)[2]
+    bad = min(shortlist(key, DEVICE)[1:], key=lambda t: microseconds(key, t))  # only what is fast is checked
     report = session(FakeNode(bad=[(name(bad), how)])).run([key])
     (update,) = updates_of(report.outcomes, {("triton", "forward"): "0"}, block=True)
     (blocked,) = update.blocked

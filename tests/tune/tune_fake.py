@@ -25,6 +25,16 @@ class FakeMeasurer:
         self.odd = {tuple(name) for name in odd}
         self.log, self.slow = log, slow
 
+    def launch(self, key, tiling):
+        how = self.bad.get(name(tiling))
+        if how == "fault":
+            os.kill(os.getpid(), 11)
+        if how == "hang":
+            time.sleep(600)
+        if how == "raise":
+            raise RuntimeError("out of resources")
+        return Check(True)
+
     def _note(self, *what):
         if self.log:
             with Path(self.log).open("a") as file:
@@ -34,12 +44,6 @@ class FakeMeasurer:
         self._note("check", key, tiling)
         how = self.bad.get(name(tiling))
         time.sleep(self.slow)
-        if how == "fault":
-            os.kill(os.getpid(), 11)
-        if how == "hang":
-            time.sleep(600)
-        if how == "raise":
-            raise RuntimeError("out of resources")
         if how == "wrong":
             return Check(False, "out: fail, largest error beyond its limit")
         return Check(True, "", 3.0 if how == "inaccurate" else 0.5, True)
@@ -83,8 +87,9 @@ class InProcess:
     def call(self, method, *arguments, timeout_s):
         if method == "prepare":
             return None
-        self.requests.append((method, arguments))
-        if method in ("check", "probe") and self.bad.get(name(arguments[1])) in ("fault", "hang"):
+        if method != "launch":
+            self.requests.append((method, arguments))
+        if method in ("launch", "check", "probe") and self.bad.get(name(arguments[1])) in ("fault", "hang"):
             how = self.bad[name(arguments[1])]
             raise WorkerError(how, f"it was a {how}")
         if method == "time" and any(self.bad.get(name(t)) == "fault_when_timed" for t in arguments[1]):
