@@ -15,7 +15,7 @@ from portable_flash.tiling import KERNELS, Tiling
 from portable_flash.tuning import SITE_VARIABLE, clear_caches, lookup
 
 OWN = {  # with tilings of their own, by backend
-    "triton": ("h200", "a100", "mi250x", "mi300x", "mi355x", "rx7900xtx", "rx9070xt"),
+    "triton": ("h200", "a100", "mi250x", "mi300x", "mi355x", "rx7900xtx", "rx9070xt", "strix-halo"),
     "hip": ("mi250x", "mi300x", "mi355x", "rx9070xt"),
 }
 INHERIT = {  # the same chip, or more or fewer units of it
