@@ -25,7 +25,7 @@ INHERIT = {  # the same chip, or more or fewer units of it
 FILES = [(backend, slug, kernel) for backend, slugs in OWN.items() for slug in slugs for kernel in KERNELS]
 # Where the compiler found no tiling without scratch: bytes a thread at most. float32 without matrix instructions; on RDNA also masks
 # at 256 columns and backward kernels, whose waves hold operands twice.
-SCRATCH = {"a100": 3000, "rx7900xtx": 3000, "strix-halo": 3000, "rx9070xt": 3000}
+SCRATCH = 3000
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,8 @@ def test_proofs_say_what_was_compiled_and_what_is_public(backend, slug, kernel):
         proof = entry.proof
         assert proof["source"] in ("static", "reported") and 0 < proof["registers"] <= max(256, device.registers_per_thread)
         assert 0 < proof["shared_memory_bytes"] <= device.shared_memory_bytes
-        assert proof.get("spilled_bytes", 0) <= SCRATCH.get(slug, 0), entry
+        may_spill = "bf16" not in (entry.when.dtype or ()) or device.arch.startswith(("gfx11", "gfx12"))
+        assert proof.get("spilled_bytes", 0) <= (SCRATCH if may_spill else 0), entry
         dense = entry.when.varlen is False  # what is tuned by key never spills
         assert "spilled_bytes" not in proof or not dense, entry
         if proof["source"] == "reported":
