@@ -50,6 +50,14 @@ class RareFlip(Corrupt):
             words(out).view(-1)[out.numel() // 3] ^= 1
 
 
+class EverySecond(Corrupt):
+    runs = 0
+
+    def corrupt(self, out, lse):
+        self.runs += 1
+        words(out).view(-1)[0] ^= self.runs % 2
+
+
 class ScaledTile(Corrupt):
     def corrupt(self, out, lse):
         out[0].flatten(0, -2)[:32] *= 1.01
@@ -128,6 +136,17 @@ class Unwritten(Corrupt):
         if out.numel():
             fresh.view(-1, out.shape[-1])[:-1] = out.view(-1, out.shape[-1])[:-1]
         return fresh, lse
+
+
+class LuckyMemory(Corrupt):
+    """The last row is never written, and its memory happens to hold the right numbers, but for memory that was filled with NaN."""
+
+    def forward(self, inputs, plan):
+        out, lse = super().forward(inputs, plan)
+        fresh = torch.empty_like(out)
+        if out.numel() and fresh.isnan().all():
+            out.view(-1, out.shape[-1])[-1] = torch.nan
+        return out, lse
 
 
 class OtherBits(Corrupt):

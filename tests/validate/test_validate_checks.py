@@ -1,6 +1,7 @@
 """Every fault is caught by the check that is for it, nothing else is blamed, and a clean device passes."""
 
 import fnmatch
+from dataclasses import replace
 
 import faults
 import pytest
@@ -42,7 +43,8 @@ FAULTS = {
     "WrongHead": (["accuracy/bf16-d128-causal/out", "accuracy/bf16-d128-varlen-causal/out"], ["accuracy/*", "edges/*"]),
     "StrayWrite": (["memory/guards/bf16-d128-causal"], ["memory/guards/*"]),
     "Unwritten": (
-        ["memory/unwritten/bf16-d128-causal"], ["memory/unwritten/*", "accuracy/*/out", "edges/*", "repeatability/*", "agreement/*"],
+        ["memory/unwritten/bf16-d128-causal", "accuracy/bf16-d128-causal/out", "edges/one-query"],
+        ["memory/unwritten/*", "accuracy/*/out", "edges/*", "repeatability/*", "agreement/*"],
     ),
     "OtherBits": (["repeatability/units/*/out"], ["repeatability/units/*/out", "edges/layouts"]),
 }  # fmt: skip
@@ -80,6 +82,16 @@ def test_rare_flip_is_caught_at_standard():
 
 def _context(level="quick", runner=Runner):
     return session.context_of(runner(cpu()), session.Options(level=level, small=True))
+
+
+@pytest.mark.parametrize("only", ["accuracy/fp16-d64-full", "edges/one-query"])
+def test_unwritten_row_is_caught_also_where_memory_is_kind(only):
+    assert any(name.startswith(only) for name in failed(faults.validate(faults.LuckyMemory, only=(only,))))
+
+
+def test_digest_that_alternates_is_caught():
+    report = faults.validate(faults.EverySecond, only=("agreement",))
+    assert failed(report) and all(fnmatch.fnmatchcase(name, "agreement/digest/*") for name in failed(report))
 
 
 @pytest.mark.parametrize("seed", [0, 4_000_000_000])
@@ -187,7 +199,7 @@ def test_one_device_of_three_computes_other_bits():
 
     def worker(device, options, threads, facts):
         runner = next(wrong)
-        return faults.InProcess(device, session.replace(options, runner=f"{runner.__module__}:{runner.__name__}"), threads, facts)
+        return faults.InProcess(device, replace(options, runner=f"{runner.__module__}:{runner.__name__}"), threads, facts)
 
     options = session.Options(small=True, only=("agreement",))
     report = session.validate([cpu()] * 3, options, worker=worker)

@@ -27,7 +27,7 @@ PINNED = {
     "chances": "281a62ae682dcf3231a82de9b9769fc1d76e17f2edd374211ffed28a633a7074",
     "bf16-d128-causal": "8c483ccae1a1f1848e32d76d5b6e8e5f8fc480ade624a57f54776b546fa17c6c",
     "fp16-d96-bias-alibi-mask": "1def3bef2361d755f5c18d1e2dcecbcdbb24a3aa23c90a969bb3634ac4ee830a",
-    "bf16-d128-varlen-causal": "daba28166db55672c14cd58a5767239ace2d652219b57667f4fcc7d9611d8cf3",
+    "bf16-d128-varlen-causal": "9350b88290f94f06f7c278e64ec4bae7a5bb13684951764a4037e198f83f39c4",
 }
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import faults
 import pytest
@@ -15,6 +16,8 @@ from portable_flash.device import cpu
 from portable_flash.validate import session
 from portable_flash.validate.checks import GROUPS, tasks, wanted
 from portable_flash.validate.context import Runner
+from portable_flash.validate.drive import Stop, run_device
+from portable_flash.validate.levels import LEVELS
 from portable_flash.validate.report import Check, DeviceReport, Identity, to_json
 from portable_flash.worker import CONTINUES, FAULT, HANG, WorkerError
 
@@ -52,7 +55,7 @@ class Raising(faults.InProcess):
 # ---------------------------------------------------------------- real processes
 def test_faults_hangs_and_errors_end_their_own_device(monkeypatch):
     """Four devices at once, two of them with a process of its own."""
-    monkeypatch.setitem(session.LEVELS, "quick", session.replace(session.LEVELS["quick"], task_seconds=20.0))
+    monkeypatch.setitem(LEVELS, "quick", replace(LEVELS["quick"], task_seconds=20.0))
     runners = iter([(session.make_worker, faults.Dies), (session.make_worker, faults.Hangs), (Raising, faults.Raises), (Raising, Runner)])
 
     def make(device, chosen, threads, facts):
@@ -122,6 +125,35 @@ def test_what_the_timeout_leaves_out_leaves_no_verdict():
     assert status(report)["edges/one-query"] == "skipped"
 
 
+class Instant:
+    """Every task passes at once and takes 10 s of the clock."""
+
+    def __init__(self, clock, hangs=None):
+        self.clock, self.hangs = clock, hangs
+
+    def call(self, method, *arguments, timeout_s):
+        ids = ("control/a", "accuracy/b", "edges/c")
+        if method == "listed":
+            return [(name, (name,), "") for name in ids]
+        self.clock[0] += 10.0
+        if arguments[0] == self.hangs:
+            raise WorkerError(HANG, f"no answer within {timeout_s:.0f} s")
+        return session.Done([Check(id=ids[arguments[0]], status="pass")])
+
+    def close(self): ...
+
+
+@pytest.mark.parametrize("seconds, hangs, verdict, last", [(15.0, None, "no_verdict", "skipped"), (25.0, 2, "no_verdict", "skipped"),
+                                                          (35.0, None, "pass", "pass")])  # fmt: skip
+def test_a_pass_takes_all_checks_also_when_time_runs_out_between_two(seconds, hangs, verdict, last, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(session.time, "monotonic", lambda: clock[0])
+    facts = (IDENTITY, None, None)
+    report = run_device(cpu(), facts, options(only=()), Instant(clock, hangs), Stop(), seconds, lambda *_: None)
+    report = session.finished(report, session.Options())
+    assert (report.verdict, status(report)["edges/c"]) == (verdict, last) and ("--timeout" in report.reason) == (last == "skipped")
+
+
 def test_checks_get_the_time_that_is_left():
     seen = []
 
@@ -166,7 +198,7 @@ def test_soak_repeats_with_new_seeds_until_its_hours_are_over(monkeypatch):
         def close(self): ...
 
     chosen = options(level="soak", hours=1.0, seed=2**32 - 1, only=())
-    report = session.run_device(cpu(), (IDENTITY, None, None), chosen, Fake(), session.Stop(), None, lambda *_: None)
+    report = run_device(cpu(), (IDENTITY, None, None), chosen, Fake(), Stop(), None, lambda *_: None)
     assert seeds == [(0, 2**32 - 1), (1, 2**32 - 1), (0, 0), (0, 1), (0, 2), (0, 3)]
     checks = {check.id: check for check in report.checks}
     assert checks["accuracy/x/out"].status == "fail" and checks["accuracy/x/out"].data["rounds"] == 5  # the worst is kept

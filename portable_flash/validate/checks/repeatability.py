@@ -177,7 +177,7 @@ def units(context: Context, case: Case) -> Iterator[Check]:
     results: dict[str, Repeats] = {}
     alone: dict[str, Tensor] = {}
     for done in range(context.settings.units_runs):
-        if done and time.monotonic() > began + min(context.settings.loaded_seconds, context.seconds_left() / 2):
+        if done and time.monotonic() > began + min(context.settings.units_seconds, context.seconds_left() / 2):
             break
         for name, tensor in run(context.runner, call, plan).items():
             first = alone.setdefault(name, tensor[:, :1].contiguous())
