@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+START_METHOD = "spawn"  # of processes here and of those that compile: a forked child could not use the GPU
 START_TIMEOUT_S = 120.0  # importing torch and creating a context, on a loaded machine
 CONTINUES = "error"  # kinds of failure: the worker goes on after an error, and is gone after a fault or a hang
 FAULT = "fault"
@@ -81,7 +82,7 @@ class Worker:
         """Make the process if there is none, and wait until it is ready. Raises WorkerError."""
         if self._process is not None:
             return
-        context = multiprocessing.get_context("spawn")  # a forked child could not use the GPU
+        context = multiprocessing.get_context(START_METHOD)
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, self.factory, self.options), daemon=True)
         self._process.start()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from .. import worker
 from ..backends import KernelPlan, Needs, Plan
 from ..backends.shared import dkv_passes, meta_call
 from ..device import Device
@@ -51,7 +52,7 @@ class Compiled:
 
 def pool(jobs: int) -> ProcessPoolExecutor:
     """Processes that compile; jobs at least 1."""
-    return ProcessPoolExecutor(max(1, jobs), mp_context=multiprocessing.get_context("spawn"), initializer=_quiet)
+    return ProcessPoolExecutor(max(1, jobs), mp_context=multiprocessing.get_context(worker.START_METHOD), initializer=_quiet)
 
 
 class CompilePool:

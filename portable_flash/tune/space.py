@@ -21,8 +21,9 @@ from ..tuning import rule
 from .keys import Key
 
 SHORTLIST = 16  # candidates of a search, the default among them: one of nearly every kind
-JOINING = 8  # neighbours of the fastest of them
-SHARE = 0.3  # of a small space that a search starts with at most; half of that joins
+JOINING = 10  # neighbours of the fastest of them: all that are left of two kinds
+SHARE = 0.3  # of a small space that a search starts with at most
+JOINING_SHARE = 1 / 6  # of it that joins at most
 REGISTER_SHARE = 0.85  # of a thread's registers that accumulators may take and still leave room for operands
 
 
@@ -77,7 +78,7 @@ def neighbours(key: Key, device: Device, leaders: Iterable[Tiling], known: Itera
     """Tilings of the space that are near a leader and not known, at most `count`: those of the same blocks and warps (the shortlist has
     few of each such kind), then those with a block or the warps or both doubled or halved. The leaders' in turn, by the model."""
     everything, taken, problem = space(key, device), set(known), key.problem()
-    count = min(count, max(2, round(len(everything) * SHARE / 2)))
+    count = min(count, max(2, round(len(everything) * JOINING_SHARE)))
     queues = []
     for leader in leaders:
         distances = {t: d for t in everything if (d := _distance(t, leader)) <= 1}

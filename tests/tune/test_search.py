@@ -13,7 +13,7 @@ from portable_flash.tune.keys import Key, key_set
 from portable_flash.tune.outcomes import blocked_of, updates_of
 from portable_flash.tune.search import NodeLost, Recorded, Settings, Stopped, Timed, better, probed, search
 from portable_flash.tune.session import Session
-from portable_flash.tune.space import neighbours, shortlist, space
+from portable_flash.tune.space import JOINING, neighbours, shortlist, space
 
 KEY = Key("triton", "forward", "bf16", 128, True, 4096)
 TRIED = shortlist(KEY, DEVICE)
@@ -76,7 +76,7 @@ def test_the_fastest_is_found_one_step_from_a_leader_and_costs_less_than_a_quart
     worker, settings = Table(), Settings()
     ask = Recorded(worker, Journal(None, {}), settings)
     found = search(key, tried, ask, settings, neighbours=lambda best: neighbours(key, DEVICE, best, tried))
-    assert found.best.tiling == best and found.tried <= len(tried) + 8
+    assert found.best.tiling == best and found.tried <= len(tried) + JOINING
     cost = lambda worker: sum(1 if m == "check" else len(a[1]) * a[2] for m, a in worker.requests)
     every = Table()
     search(key, space(key, DEVICE), Recorded(every, Journal(None, {}), settings), settings, exhaustive=True)

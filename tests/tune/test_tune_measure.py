@@ -19,6 +19,7 @@ tilings = (Tiling(32, 32), Tiling(16, 32))
 for kernel in ("forward", "backward_dkv", "backward_dq"):
     key = Key("triton", kernel, "fp16", 16, True, 64)
     for tiling in tilings:
+        assert measurer.launch(key, tiling).ok
         found = measurer.check(key, tiling)
         assert found.ok and found.repeatable and 0 < found.error_ratio < 4, (kernel, tiling, found)
     odd = measurer.probe(key, tilings[1])
