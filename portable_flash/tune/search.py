@@ -27,7 +27,7 @@ from .space import kind, simplicity
 
 
 FINAL = 100  # the final's level: it is no continuation of a rung
-
+LEVELS = (0, 1, FINAL)
 
 @dataclass(frozen=True, slots=True)
 class Rung:
@@ -239,7 +239,7 @@ class Search:
     # -------------------------------------------------------------- rounds
     def _launched(self, tilings: Iterable[Tiling]) -> list[Tiling]:
         """Those that launch, each asked on its own, so that what faults or hangs does it alone."""
-        return [t for t in tilings if self._was_timed(t, 0, 1, FINAL) or self._passes("launch", t)]
+        return [t for t in tilings if was_timed(self.ask.journal, self.key, t) or self._passes("launch", t)]
 
     def _round(self, tilings: list[Tiling], rung: Rung, level: int) -> dict[Tiling, list[float]]:
         """Samples in microseconds, the fastest first."""
@@ -264,12 +264,10 @@ class Search:
     def _final(self, tilings: list[Tiling]) -> dict[Tiling, Timed]:
         return {t: timed(t, values) for t, values in self._round(tilings, self.settings.final, FINAL).items()}
 
-    def _was_timed(self, tiling: Tiling, *levels: int) -> bool:
-        return any(self.ask.journal.get("time", self.key, tiling, level) is not None for level in levels)
-
     def _was_late(self) -> bool:
         """A run before this one went from the first round to the final."""
-        return any(self._was_timed(t, FINAL) for t in self.candidates) and not any(self._was_timed(t, 1) for t in self.candidates)
+        final, second = (any(was_timed(self.ask.journal, self.key, t, (level,)) for t in self.candidates) for level in (FINAL, 1))
+        return final and not second
 
     # -------------------------------------------------------------- gate
     def _gate(self, ordered: Iterable[Tiling], count: int) -> list[Tiling]:
@@ -313,6 +311,10 @@ def search(
     """Both halves at once. neighbours(leaders): what joins. Raises Stopped."""
     one = Search(key, candidates, ask, settings, exhaustive)
     return one.finish(neighbours(one.first()))
+
+
+def was_timed(journal: Journal, key: Key, tiling: Tiling, levels: Iterable[int] = LEVELS) -> bool:
+    return any(journal.get("time", key, tiling, level) is not None for level in levels)
 
 
 def better(timed: list[Timed], default: Tiling, tie: float) -> list[Timed]:

@@ -24,7 +24,7 @@ from .journal import Journal, Record
 from .keys import DEFAULT_BUCKETS, DTYPES, Key
 from .nodes import Node
 from .outcomes import Outcome
-from .search import FINAL, Found, NodeLost, Recorded, Rejected, Search, Settings, Stopped, probed
+from .search import Found, NodeLost, Recorded, Rejected, Search, Settings, Stopped, probed, was_timed
 from .space import JOINING, SHARE, SHORTLIST, allows, default, known_tilings, neighbours, shortlist, space
 
 LOOKAHEAD = 4  # groups that are compiled before they are measured, a worker
@@ -253,8 +253,7 @@ class Session:
         needed: dict[Tiling, Key] = {}
         for key, several in tilings.items():
             for tiling in several:
-                known = (self.journal.get(what, key, tiling, level) for what, level in (("launch", 0), ("time", 0), ("time", 1), ("time", FINAL)))
-                if all(value is None for value in known):
+                if self.journal.get("launch", key, tiling) is None and not was_timed(self.journal, key, tiling):
                     needed.setdefault(tiling, key)
         jobs = [Job(k.backend, k.kernel, k.problem(), t, self.device) for t, k in needed.items()]
         return dict(zip(needed, node.compile(jobs), strict=True))

@@ -210,7 +210,7 @@ def cost(tiling: Tiling, kernel: str, problem: Problem, device: Device) -> float
     pressure = tiling.accumulator_registers(kernel, problem, device.wave_size) / device.registers_per_thread
     spilling = 1.0 + max(0.0, pressure - 0.7)  # near the limit compilers spill or serialise
     moving = 1.0 if tiling.tma or not device.has_tma else 1.08  # addresses take registers and instructions
-    crowded = max(1.0, 16 * tiling.num_warps / stay)  # warps without 16 rows of their own share rows: sums across warps, operands read twice
+    crowded = max(1.0, 16 * tiling.num_warps / stay)  # warps that share rows add up across warps and read operands twice
     step = max(matrix, other, moved, chain / beside) * spilling * moving * crowded
     waves = math.ceil(programs / (device.compute_units * beside)) * beside if not problem.causal else programs / device.compute_units
     direction = "forward" if kernel == "forward" else "backward"

@@ -14,6 +14,7 @@ from portable_flash.tune.outcomes import blocked_of, updates_of
 from portable_flash.tune.search import NodeLost, Recorded, Settings, Stopped, Timed, better, probed, search
 from portable_flash.tune.session import Session
 from portable_flash.tune.space import JOINING, neighbours, shortlist, space
+from portable_flash.worker import WorkerError
 
 KEY = Key("triton", "forward", "bf16", 128, True, 4096)
 TRIED = shortlist(KEY, DEVICE)
@@ -114,7 +115,8 @@ def test_few_are_checked_and_those_that_fail_are_replaced_by_the_next_in_order_o
     assert len(checked(worker)) <= 4 and len(every.finals) == len(TRIED) and fast[0] not in [t.tiling for t in every.ranking]
 
 
-def test_the_limit_of_accuracy_is_that_of_the_most_accurate_one_checked():
+@pytest.mark.parametrize("exhaustive", [False, True])
+def test_the_limit_of_accuracy_is_that_of_the_most_accurate_one_checked(exhaustive):
     fast = sorted((t for t in TRIED if t != TRIED[0]), key=lambda t: microseconds(KEY, t))
     ratios = {TRIED[0]: 2.0, fast[0]: 3.0, fast[1]: 1.0, fast[2]: 2.1, fast[3]: 1.9}
 
@@ -124,8 +126,8 @@ def test_the_limit_of_accuracy_is_that_of_the_most_accurate_one_checked():
             return replace(answer, error_ratio=ratios.get(arguments[1], 1.5)) if method == "check" else answer
 
     settings = Settings(far=10.0)
-    found = search(KEY, TRIED, Recorded(Graded(), Journal(None, {}), settings), settings)
-    assert [t.tiling for t in found.ranking] == [fast[1], fast[3], TRIED[0]]  # 3.0 was within twice the default's 2.0
+    found = search(KEY, TRIED, Recorded(Graded(), Journal(None, {}), settings), settings, exhaustive)
+    assert found.best.tiling == fast[1] and {t.tiling for t in found.ranking} == {fast[1], fast[3], TRIED[0]}  # 3.0 was within twice the default's 2.0
     assert {r.tiling: r.kind for r in found.rejected} == {fast[0]: "inaccurate", fast[2]: "inaccurate"}
     assert all("limit here is 2" in r.reason for r in found.rejected)
 
@@ -189,15 +191,25 @@ def test_a_run_stopped_anywhere_goes_on_where_it_was(tmp_path):
         assert [(m, str(a)) for m, a in (*before.requests, *rest.requests)] == whole
 
 
-@pytest.mark.parametrize("way", ["late", "fault_when_timed"])
+NEAR = [TRIED[0], *sorted(TRIED[1:], key=lambda t: microseconds(KEY, t))[:7]]
+
+
+@pytest.mark.parametrize("way", ["late", "fault_when_timed", "fault_in_the_second_round"])
 def test_a_key_that_was_late_and_one_that_ended_the_worker_are_resumed_for_nothing(way):
-    journal, bad = Journal(None, {}), [(name(truth()), "fault_when_timed")] if way != "late" else []
-    settings, neighbours = Settings(key_limit_s=-1.0 if way == "late" else 10.0), lambda leaders: TRIED[8:12]
-    once = search(KEY, TRIED[:8], Recorded(InProcess(bad=bad), journal, settings), settings, neighbours=neighbours)
-    silent = InProcess(bad=bad)
-    again = search(KEY, TRIED[:8], Recorded(silent, journal, Settings()), Settings(), neighbours=neighbours)
+    class Later(InProcess):
+        def call(self, method, *arguments, timeout_s):
+            second = method == "time" and arguments[2] == Settings().second.rounds
+            if way == "fault_in_the_second_round" and second and truth() in arguments[1]:
+                raise WorkerError("fault", "its process died")
+            return super().call(method, *arguments, timeout_s=timeout_s)
+
+    journal, bad = Journal(None, {}), [(name(truth()), "fault_when_timed")] if way == "fault_when_timed" else []
+    settings, neighbours = Settings(key_limit_s=-1.0 if way == "late" else 10.0), lambda leaders: [t for t in TRIED if t not in NEAR][:4]
+    once = search(KEY, NEAR, Recorded(Later(bad=bad), journal, settings), settings, neighbours=neighbours)
+    silent = Later(bad=bad)
+    again = search(KEY, NEAR, Recorded(silent, journal, Settings()), Settings(), neighbours=neighbours)
     assert not silent.requests and again.ranking == once.ranking and again.tried == once.tried == (8 if way == "late" else 12)
-    assert again.rejected == once.rejected and len(once.rejected) == len(bad)
+    assert again.rejected == once.rejected and len(once.rejected) == (way != "late")
 
 
 def test_without_resume_the_journal_starts_afresh_and_another_identity_is_refused(tmp_path):

@@ -8,6 +8,7 @@ import tune_fake
 from tools import require_module
 
 from portable_flash.database import read
+from portable_flash.tune import nodes as nodes_module
 from portable_flash.tune.journal import Journal
 from portable_flash.tune.keys import key_set
 from portable_flash.tune.nodes import ray_nodes
@@ -47,7 +48,8 @@ def written(outcomes, folder):
     return path.read_text()
 
 
-def test_an_actor_that_dies_leaves_its_keys_to_the_others_and_the_result_is_that_of_one_machine(cluster, tmp_path):
+def test_an_actor_that_dies_leaves_its_keys_to_the_others_and_the_result_is_that_of_one_machine(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(nodes_module, "_Remote", tune_fake.Actor)
     options = {"slow": 0.02, "log": str(tmp_path / "log")}
     nodes = ray_nodes(cluster.address, None, 0, "tune_fake:FakeMeasurer", options, gpus=0)
     assert len(nodes) == 2
