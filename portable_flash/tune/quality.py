@@ -27,8 +27,8 @@ KEYS = (
 WITHIN = 1.03
 GPU_SHARE = 0.25
 COUNTED = (
-    "wall time of launches, checks and timings, of both ways in a fresh process that has checked and timed another key's default; "
-    "compiling, process start, that first key, inputs and oracle are left out of both"
+    "wall time of launches, checks and timings, each way in a process of its own that has checked and timed another key of the same "
+    "kernel and dtype before; compiling, process start, that other key, inputs and oracle are left out of both"
 )
 
 
@@ -40,32 +40,35 @@ def compare(keys: Iterable[Key], device: Device, node: Node, settings: Settings,
     """A row for each key. slower_than_best is the median of the search's choice over the best's, both of the exhaustive search's
     final rounds.
 
-    GPU time is what COUNTED says. Each way gets a process of its own, so that neither finds code loaded by the other, and before
-    anything counts that process checks and times the default of another key, so that what a process needs once is in neither.
+    GPU time is what COUNTED says. Each way gets a process of its own for all keys, so that neither finds code loaded by the other.
+    Before a key that process checks and times the default of another one, so that what a process needs once is in neither's time.
     """
-    rows = []
     plan = Session(device, [], Journal(None, {}), settings=settings)
     waiting = []
     for key in keys:
         few = plan.candidates([key])[key]
         every = tuple(dict.fromkeys((*few, *space(key, device))))  # what the database knows may lie outside of the space
-        jobs = [Job(key.backend, key.kernel, key.problem(), t, device) for t in every]
         other = another(key)
+        jobs = [Job(key.backend, key.kernel, key.problem(), t, device) for t in every]
         warm = Job(other.backend, other.kernel, other.problem(), default(other, device), device)
         waiting.append((key, few, every, node.compile([*jobs, *plan.support([key]), warm, *plan.support([other])])))
-    for key, few, every, futures in waiting:
-        wait(futures)
-        failed = {t for t, f in zip(every, futures, strict=False) if not f.result().ok}
-        few, every = ([t for t in some if t not in failed] for some in (few, every))
-        joins = lambda leaders, key=key, few=few, failed=failed: [t for t in plan.joining(key, leaders, few) if t not in failed]
-        found = []
-        for candidates, exhaustive in ((few, False), (every, True)):
-            node.worker.close()
+    rows: list[dict[str, Any]] = []
+    quick: dict[Key, Found] = {}
+    for exhaustive in (False, True):
+        node.worker.close()
+        for key, few, every, futures in waiting:
+            wait(futures)
+            failed = {t for t, f in zip(every, futures, strict=False) if not f.result().ok}
+            joins = lambda leaders, key=key, few=few, failed=failed: [t for t in plan.joining(key, leaders, few) if t not in failed]
             _warm_up(node, another(key), device, settings)
+            candidates = [t for t in (every if exhaustive else few) if t not in failed]
             ask = Recorded(node.worker, Journal(None, {}), settings)
-            found.append(search(key, candidates, ask, settings, exhaustive, joins))
-        rows.append(_row(key, *found, len(space(key, device)), len(failed)))
-        tell(json.dumps(rows[-1]))
+            found = search(key, candidates, ask, settings, exhaustive, joins)
+            if not exhaustive:
+                quick[key] = found
+                continue
+            rows.append(_row(key, quick[key], found, len(space(key, device)), len(failed)))
+            tell(json.dumps(rows[-1]))
     return rows
 
 

@@ -134,6 +134,9 @@ def test_quality_is_measured_against_an_exhaustive_search(tmp_path, monkeypatch,
     table = json.loads(file.read_text())
     (row,) = table["rows"]
     assert row["slower_than_best"] >= 1 and row["tried_exhaustively"] > row["tried_by_search"]
+    asked = [str(arguments[0]) for _, arguments in node.worker.requests]
+    assert asked[0] != key and sum(a != b for a, b in zip(asked, asked[1:], strict=False)) == 3  # another key goes before each way
+    assert "another key" in table["gpu_s_counts"]
     assert code == (0 if table["passed"] else 1) and "--verify-quality" in table["command"]
 
 

@@ -35,7 +35,7 @@ def test_what_is_wrong_faults_or_hangs_on_the_gpu_is_rejected_and_nothing_is_com
     kernels = lambda: sorted(str(p.relative_to(tmp_path)) for ending in ("cubin", "hsaco") for p in tmp_path.rglob(f"*.{ending}"))
     before = kernels()
     worker = Worker("tune_gpu_fake:Sabotaged", {"how": {64: "wrong", 128: "hang", 16: "fault"}})
-    settings = Settings(check_timeout_s=8.0)
+    settings = Settings(check_timeout_s=12.0)
     try:
         found = search(KEY, candidates, Recorded(worker, Journal(None, {}), settings), settings)
     finally:

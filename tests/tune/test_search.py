@@ -127,7 +127,8 @@ def test_the_limit_of_accuracy_is_that_of_the_most_accurate_one_checked(exhausti
 
     settings = Settings(far=10.0)
     found = search(KEY, TRIED, Recorded(Graded(), Journal(None, {}), settings), settings, exhaustive)
-    assert found.best.tiling == fast[1] and {t.tiling for t in found.ranking} == {fast[1], fast[3], TRIED[0]}  # 3.0 was within twice the default's 2.0
+    # 3.0 was within twice the default's 2.0 until the next was checked
+    assert found.best.tiling == fast[1] and {t.tiling for t in found.ranking} == {fast[1], fast[3], TRIED[0]}
     assert {r.tiling: r.kind for r in found.rejected} == {fast[0]: "inaccurate", fast[2]: "inaccurate"}
     assert all("limit here is 2" in r.reason for r in found.rejected)
 
