@@ -140,7 +140,7 @@ class Call:
         return replace(self, inputs=replace(self.inputs, **tensors), **own)
 
     def on(self, where: torch.device) -> Call:
-        """The same numbers behind the same strides."""
+        """The same numbers behind the same strides, with the same surroundings."""
         return self if where.type == "cpu" else self.replaced(**{name: moved(t, where) for name, t in self.tensors().items()})
 
     def repeated(self, times: int) -> Call:
@@ -161,16 +161,9 @@ class Call:
 
 
 def moved(tensor: Tensor, where: torch.device) -> Tensor:
-    """A copy with the same strides, also of an expanded tensor."""
-    base = unexpanded(tensor)
-    return torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=where).copy_(base).expand(tensor.shape)
-
-
-def unexpanded(tensor: Tensor) -> Tensor:
-    """Its first slice along each dimension whose stride is 0."""
-    for dim, stride in enumerate(tensor.stride()):
-        tensor = tensor.narrow(dim, 0, 1) if stride == 0 and tensor.shape[dim] > 1 else tensor
-    return tensor
+    """A copy behind the same strides and offset, with what lies around and between its elements."""
+    whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    return whole.to(where).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def run(runner: Runner, call: Call, plan: Plan) -> dict[str, Tensor]:

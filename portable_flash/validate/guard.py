@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .cases import unexpanded
-
 # NaN in bfloat16, float16, float32 and float64 alike, and not the NaN that arithmetic makes: who writes it means harm
 PATTERN = -11  # 0xFFF5 as int16
 GUARD_BYTES = 1 << 17  # more than the tile of 128 rows by 256 numbers that a program writes; a multiple of every alignment
@@ -57,6 +55,13 @@ class Guarded:
             if count:
                 found[what] = found.get(what, 0) + count
         return found
+
+
+def unexpanded(tensor: Tensor) -> Tensor:
+    """Its first slice along each dimension whose stride is 0."""
+    for dim, stride in enumerate(tensor.stride()):
+        tensor = tensor.narrow(dim, 0, 1) if stride == 0 and tensor.shape[dim] > 1 else tensor
+    return tensor
 
 
 class _Mode(TorchDispatchMode):

@@ -94,3 +94,14 @@ def test_sha256_sees_every_tensor_and_its_order():
     a, b = torch.arange(8.0), torch.ones(3, dtype=torch.bool)
     assert len({inputs.sha256(a), inputs.sha256(b), inputs.sha256(a, b), inputs.sha256(b, a), inputs.sha256(a[1:])}) == 5
     assert inputs.sha256(a.view(2, 4).T) == inputs.sha256(a.view(2, 4).T.contiguous()) and inputs.sha256(None, a) == inputs.sha256(a)
+
+
+def test_tensors_move_with_what_lies_around_them():
+    """On a GPU too a view stays a view: unaligned where it was, between the same numbers."""
+    from portable_flash.validate.cases import moved
+
+    view = torch.arange(1000.0).as_strided((3, 4, 5), (70, 11, 1), 13)
+    for tensor in (view, torch.ones(1, 4, 1).expand(2, 4, 3), torch.empty(0, 3)):
+        there = moved(tensor, torch.device("meta"))
+        assert (there.shape, there.stride(), there.storage_offset()) == (tensor.shape, tensor.stride(), tensor.storage_offset())
+        assert there.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
