@@ -73,7 +73,7 @@ def test_a_whole_run_writes_the_file_and_resumes_for_nothing(tmp_path, monkeypat
     assert any(b(bad) for b in forward.blocked) and record.measured_with["torch"]
     assert set(record.kernels["triton"]) >= {"forward", "backward_dkv", "backward_dq"}  # those of the shipped file stay
     code, node = run_fake(tmp_path, monkeypatch, *ONE, "--resume")
-    assert code == 0 and not node.worker.requests
+    assert code == 0 and not node.worker.requests and not node.worker.launches and not node.compiled
     assert "1 of 1 keys" in capsys.readouterr().err
     code, _ = run_fake(tmp_path, monkeypatch, "--diff")
     assert code == 0 and "of 360 keys differ" in capsys.readouterr().out

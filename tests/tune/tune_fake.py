@@ -90,12 +90,14 @@ class InProcess:
         self.bad = {tuple(n): how for n, how in options.get("bad", ())}
         mild = [(n, how) for n, how in options.get("bad", ()) if "fault" not in how and how != "hang"]
         self.measurer = FakeMeasurer(**{**options, "bad": mild})
-        self.requests = []
+        self.requests, self.launches = [], 0  # the former without launches, which are no measurements
 
     def call(self, method, *arguments, timeout_s):
         if method == "prepare":
             return None
-        if method != "launch":
+        if method == "launch":
+            self.launches += 1
+        else:
             self.requests.append((method, arguments))
         if method in ("launch", "check", "probe") and self.bad.get(name(arguments[1])) in ("fault", "hang"):
             how = self.bad[name(arguments[1])]
