@@ -15,8 +15,8 @@ from portable_flash.tiling import KERNELS, Tiling
 from portable_flash.tuning import SITE_VARIABLE, clear_caches, lookup
 
 OWN = {  # with tilings of their own, by backend
-    "triton": ("h200", "a100", "mi250x", "mi300x", "mi355x", "rx7900xtx", "rx9070xt", "strix-halo"),
-    "hip": ("mi250x", "mi300x", "mi355x", "rx9070xt"),
+    "triton": ("a100", "b200", "h200", "l40s", "rtx4090", "rtx5090", "mi250x", "mi300x", "mi355x", "rx7900xtx", "rx9070xt", "strix-halo"),
+    "hip": ("mi250x", "mi300x", "mi355x", "rx7900xtx", "rx9070xt", "strix-halo"),
 }
 INHERIT = {  # the same chip, or more or fewer units of it
     "h100": "h200", "h100-pcie": "h100", "mi325x": "mi300x", "mi308x": "mi300x", "mi210": "mi250x", "mi250": "mi250x",
