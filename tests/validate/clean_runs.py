@@ -20,7 +20,7 @@ from portable_flash.validate import identity
 
 
 def main(count: int, path: Path, device: str = "cpu") -> int:
-    small = device == "cpu"
+    small, software = device == "cpu", identity.software()
     if small:
         torch.set_num_threads(1)
     runs, began, began_cpu = [], time.monotonic(), time.process_time()
@@ -32,16 +32,15 @@ def main(count: int, path: Path, device: str = "cpu") -> int:
         runs.append({"seed": seed, "verdict": report.verdict, "checks": len(report.checks)})
         runs[-1] |= {"largest_share_of_a_limit": round(max(shares), 3)} | ({"not_passed": bad} if bad else {})
         print(runs[-1], flush=True)
-    software = identity.software()
-    table = {
-        "command": shlex.join(["python", "tests/validate/clean_runs.py", str(count), str(path), *([] if small else [device])]),
-        "level": "quick", "shapes": "small" if small else "of the level", "device": detect(device).name,
-        "torch": software.torch, "portable_flash": software.portable_flash, "runs": count,
-        "false_alarms": sum(run["verdict"] != "pass" for run in runs), "cpu_seconds_a_run": round((time.process_time() - began_cpu) / count, 2),
-        "wall_seconds_a_run": round((time.monotonic() - began) / count, 2),
-        "each": runs,
-    }  # fmt: skip
-    path.write_text(json.dumps(table, indent=1) + "\n")
+        table = {
+            "command": shlex.join(["python", "tests/validate/clean_runs.py", str(count), str(path), *([] if small else [device])]),
+            "level": "quick", "shapes": "small" if small else "of the level", "device": detect(device).name,
+            "torch": software.torch, "portable_flash": software.portable_flash, "runs": len(runs),
+            "false_alarms": sum(run["verdict"] != "pass" for run in runs), "cpu_seconds_a_run": round((time.process_time() - began_cpu) / len(runs), 2),
+            "wall_seconds_a_run": round((time.monotonic() - began) / len(runs), 2),
+            "each": runs,
+        }  # fmt: skip
+        path.write_text(json.dumps(table, indent=1) + "\n")
     return int(table["false_alarms"] != 0)
 
 
