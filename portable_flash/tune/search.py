@@ -31,20 +31,20 @@ LEVELS = (0, 1, FINAL)
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """A round of timing: samples a candidate, seconds of device time a sample, and the share of candidates that go on."""
+    """A round of timing: samples a candidate, and seconds of device time a sample."""
 
     rounds: int
     budget_s: float
-    keep: float
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How a search measures."""
 
-    first: Rung = Rung(2, 0.002, 0.4)
-    second: Rung = Rung(3, 0.003, 0.25)  # with the neighbours
-    final: Rung = Rung(12, 0.006, 1.0)
+    first: Rung = Rung(2, 0.002)
+    keep: float = 0.4  # of the candidates, after the first round
+    second: Rung = Rung(3, 0.002)  # with the neighbours
+    final: Rung = Rung(12, 0.006)
     finalists: int = 2  # beside the default
     far: float = 0.1  # a finalist that was so much slower than the first one is left out: no noise of a round is as large
     leaders: int = 2  # whose neighbours join
@@ -52,7 +52,7 @@ class Settings:
     accuracy_multiple: float = 2.0  # of the smallest error ratio of those checked; never held below 1, PyTorch's own error
     check_timeout_s: float = 60.0  # wall time of one candidate's launch or check, compilation included where it was not compiled before
     prepare_timeout_s: float = 120.0  # wall time of making a key's inputs and oracle
-    time_timeout_s: float = 20.0  # wall time of one candidate in one rung
+    time_timeout_s: float = 5.0  # wall time of one candidate in one round, half a minute for all of them aside: each has launched before
     key_limit_s: float = 10.0  # wall time of a key, without what is prepared once; past it nothing but gate and final follow
 
 
@@ -166,7 +166,7 @@ class Recorded:
         while batches:
             batch = batches.pop(0)
             try:
-                timeout = self.settings.time_timeout_s * len(batch) + 10
+                timeout = self.settings.time_timeout_s * len(batch) + 30
                 found = self._call("time", key, tuple(batch), rung.rounds, rung.budget_s, timeout_s=timeout)
             except WorkerError as error:
                 if len(batch) > 1:
@@ -200,7 +200,7 @@ class Search:
             if self.exhaustive or len(self.alive) < 2:
                 return []
             ordered = list(self._round(self.alive, self.settings.first, 0))
-            count = max(self.settings.finalists + 1, math.ceil(self.settings.first.keep * len(ordered)))
+            count = max(self.settings.finalists + 1, math.ceil(self.settings.keep * len(ordered)))
             self.alive = [t for t in ordered if t in ordered[:count] or t == self.default]
             self._behind = [t for t in ordered if t not in self.alive]
             self._judged(self.default)
