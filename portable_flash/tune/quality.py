@@ -108,9 +108,11 @@ def write(path: Path, rows: list[dict[str, Any]], argv: list[str], identity: dic
     speedups = [row["speedup_over_default"] for row in rows if row["speedup_over_default"]]
     passed = all(row["slower_than_best"] <= WITHIN and row["gpu_share"] <= GPU_SHARE for row in rows)
     mean = math.exp(sum(map(math.log, speedups)) / len(speedups)) if speedups else None
+    shares = [sum(row[f"{way}_gpu_s"] for row in rows) for way in ("search", "exhaustive")]
     table = {
         "command": shlex.join(["portable-flash", "tune", *argv]), **identity, "within": WITHIN, "gpu_share_at_most": GPU_SHARE,
-        "gpu_s_counts": COUNTED, "passed": passed, "speedup_over_default_mean": round(mean, 4) if mean else None, "rows": rows,
+        "gpu_s_counts": COUNTED, "passed": passed, "gpu_share_of_all": round(shares[0] / shares[1], 4) if shares[1] else None,
+        "speedup_over_default_mean": round(mean, 4) if mean else None, "rows": rows,
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(table, indent=1) + "\n")
