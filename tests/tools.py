@@ -6,7 +6,9 @@ import ctypes
 import importlib.util
 import os
 import shutil
-from typing import NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import pytest
 
@@ -44,3 +46,22 @@ def require_module(name: str) -> None:
     """A Python package, looked for without importing it."""
     if importlib.util.find_spec(name) is None:
         missing(f"the Python package {name}")
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A selenium driver of a browser without a window, which logs its console and its requests."""
+    browser_path, driver_path = require("chromium", "chromium-browser", "google-chrome"), require("chromedriver")
+    require_module("selenium")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = browser_path
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver_path))
+    try:
+        yield driver
+    finally:
+        driver.quit()

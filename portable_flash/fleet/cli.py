@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..arguments import positive_number
 from ..validate import document
 from ..validate.report import EXIT_CODES, LEVELS
 from . import expected, formats, gather, terminal
@@ -69,9 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument("--level", choices=LEVELS, default="quick")
     validate.add_argument("--cpu", action="store_true", help="validate the CPU backend, once a node")
     validate.add_argument("--out", metavar="DIR", help="keep every report in this folder")
-    validate.add_argument("--timeout", type=_seconds, metavar="S", help="seconds for one GPU, from its start; default by level")
+    validate.add_argument("--timeout", type=positive_number, metavar="S", help="seconds for one GPU, from its start; default by level")
     validate.add_argument(
-        "--start-timeout", type=_seconds, default=300.0, metavar="S", help="seconds until a GPU is free and its task begins (300)"
+        "--start-timeout", type=positive_number, default=300.0, metavar="S", help="seconds until a GPU is free and its task begins (300)"
     )
     _judging(validate)
     validate.add_argument(
@@ -148,13 +149,3 @@ def _stderr() -> Any:
     except ModuleNotFoundError:
         return sys.stderr
     return Console(stderr=True, highlight=False)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e7:
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed are seconds above 0")
-    return value

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import backends
+from ..arguments import positive_integer, positive_number
 from ..database import BACKENDS, DatabaseError
 from ..device import Device, all_devices, catalogue, named
 from ..dispatch import order
@@ -31,16 +32,16 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--backend", choices=BACKENDS, help="default: the one that calls on this GPU would run on")
     what.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, metavar="KERNEL", help=", ".join(KERNELS))
     what.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=DEFAULT_DTYPES, metavar="DTYPE", help=", ".join(DTYPES))
-    what.add_argument("--head-dims", nargs="+", type=_positive, default=DEFAULT_HEAD_DIMS, metavar="N", help="1 to 256")
-    what.add_argument("--seqlens", nargs="+", type=_positive, default=DEFAULT_BUCKETS, metavar="N", help="upper bounds of buckets")
+    what.add_argument("--head-dims", nargs="+", type=positive_integer, default=DEFAULT_HEAD_DIMS, metavar="N", help="1 to 256")
+    what.add_argument("--seqlens", nargs="+", type=positive_integer, default=DEFAULT_BUCKETS, metavar="N", help="upper bounds of buckets")
     what.add_argument("--causal", choices=("both", "yes", "no"), default="both")
     what.add_argument("--keys", nargs="+", metavar="KEY", help=f"these keys only: {KEY_FORM}")
     how = p.add_argument_group("how")
     how.add_argument("--offline", action="store_true", help="without the GPU: compile for it, drop what spills, rank by the model")
-    how.add_argument("--candidates", type=_positive, metavar="N", help=f"candidates a key (default {SHORTLIST}; offline 6)")
-    how.add_argument("--budget", type=_seconds, metavar="SECONDS", help="stop cleanly after this time and keep what is done")
+    how.add_argument("--candidates", type=positive_integer, metavar="N", help=f"candidates a key (default {SHORTLIST}; offline 6)")
+    how.add_argument("--budget", type=positive_number, metavar="SECONDS", help="stop cleanly after this time and keep what is done")
     how.add_argument("--resume", action="store_true", help="go on where the last run to the same --out stopped")
-    how.add_argument("--jobs", type=_positive, metavar="N", help="processes that compile (default: cores less two)")
+    how.add_argument("--jobs", type=positive_integer, metavar="N", help="processes that compile (default: cores less two)")
     how.add_argument("--ray", metavar="ADDRESS", help="measure on the GPUs of this model in a Ray cluster (auto, or host:port)")
     how.add_argument("--block", action="store_true", help="write tilings that were wrong, faulted or hung into `blocked`")
     out = p.add_argument_group("output")
@@ -108,22 +109,6 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 
 # ------------------------------------------------------------------ arguments
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a positive integer")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a positive number of seconds")
-    return value
-
-
 def find_target(name: str) -> Target:
     """The GPU that --device names. Raises UsageError for a name that no file has and for auto without a GPU."""
     gpus = [device for device in all_devices() if device.vendor != "cpu"]

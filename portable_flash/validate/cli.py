@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import backends
+from ..arguments import positive_number
 from ..device import Device, all_devices, cpu
 from .inputs import MAX_SEED
 from .report import EXIT_CODES, LEVELS, Report
@@ -29,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     what = p.add_argument_group("what is validated")
     what.add_argument("--level", choices=LEVELS, default="quick", help="quick: under a minute; standard: about five; soak: --hours")
-    what.add_argument("--hours", type=_positive, metavar="N", help="how long a soak repeats itself with new seeds (default 1)")
+    what.add_argument("--hours", type=positive_number, metavar="N", help="how long a soak repeats itself with new seeds (default 1)")
     what.add_argument("--device", metavar="WHICH", help="0, or 0,2, or cpu, or all (default: every GPU; the CPU if there is none)")
     what.add_argument("--backend", choices=backends.NAMES, help="default: the one that a call gets")
     what.add_argument(
@@ -40,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--list", action="store_true", help="the checks and what each asks; nothing is run")
     how = p.add_argument_group("how it is judged")
     how.add_argument("--strict", action="store_true", help="warnings and unread signals fail")
-    how.add_argument("--timeout", type=_positive, metavar="SECONDS", help="of the whole run; what is not done by then leaves no verdict")
+    how.add_argument("--timeout", type=positive_number, metavar="SECONDS", help="of the whole run; what is not done by then leaves no verdict")
     how.add_argument("--golden", type=Path, metavar="DIR", help="folder of recorded digests (default: the user's own)")
     how.add_argument("--record", action="store_true", help="record this run's digests there, if it passes")
     how.add_argument("--replace", action="store_true", help="with --record: replace what is recorded otherwise")
@@ -158,16 +159,6 @@ def _check_patterns(patterns: list[str], listed: dict[str, list[tuple[tuple[str,
     for pattern in patterns:
         if not any(wanted(name, [pattern]) for name in names if not name.startswith("control/")) and pattern != "control":
             raise UsageError(f"--only {pattern}: selects no check; groups are {', '.join(GROUPS)}; see --list")
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a positive number")
-    return value
 
 
 def _seed(text: str) -> int:

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from tools import require, require_module
+from tools import chromium
 
 from portable_flash.fleet import cli, findings, formats, html, terminal, words
 from portable_flash.fleet.compare import Fleet
@@ -169,18 +169,8 @@ def findings_input(n: int) -> str:
 # ------------------------------------------------------------------ the page
 @pytest.fixture(scope="module")
 def browser():
-    browser_path, driver_path = require("chromium", "chromium-browser", "google-chrome"), require("chromedriver")
-    require_module("selenium")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = browser_path
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver_path))
-    yield driver
-    driver.quit()
+    with chromium() as driver:
+        yield driver
 
 
 @pytest.mark.parametrize("width", [390, 1280])

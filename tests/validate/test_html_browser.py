@@ -5,7 +5,7 @@ import json
 
 import pytest
 from report_samples import HOSTILE, SAMPLES
-from tools import require, require_module
+from tools import chromium, require_module
 
 from portable_flash.validate import html, summary
 
@@ -15,18 +15,8 @@ TEXT = "return document.body.textContent"
 
 @pytest.fixture(scope="module")
 def browser():
-    browser_path, driver_path = require("chromium", "chromium-browser", "google-chrome"), require("chromedriver")
-    require_module("selenium")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = browser_path
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver_path))
-    yield driver
-    driver.quit()
+    with chromium() as driver:
+        yield driver
 
 
 def show(browser, tmp_path, name: str, size: str = "desktop", theme: str = "light"):
