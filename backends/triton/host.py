@@ -35,7 +35,10 @@ from ..shared import (
 )
 from .backward_kernels import backward_dbias_kernel, backward_delta_kernel, backward_dkv_kernel, backward_dq_kernel
 from .forward_kernels import forward_kernel
-from .launch import Launch, describable, descriptor
+from .launch import Launch, describable, descriptor, fix_cache_keys
+
+# before any of them is launched or compiled
+fix_cache_keys(forward_kernel, backward_delta_kernel, backward_dkv_kernel, backward_dq_kernel, backward_dbias_kernel)
 
 _DELTA_TILING = Tiling(DELTA_ROWS, 16, num_warps=4)
 _LAUNCHES: dict[tuple, tuple] = {}

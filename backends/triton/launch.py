@@ -15,6 +15,18 @@ def _nothing():
 INTERPRETED = not isinstance(_nothing, triton.JITFunction)  # TRITON_INTERPRET=1 when triton was imported
 
 
+def fix_cache_keys(*kernels) -> None:
+    """Let Triton hash the kernels' sources now, always in this order.
+
+    It does so at a kernel's first launch, and up to 3.7 what it finds depends on which other kernel with the same helpers came
+    before (a helper's globals count only once the helper has been hashed). A process that begins with another kernel then misses
+    all that others have put into the cache on disk, and compiles it again.
+    """
+    if not INTERPRETED:
+        for kernel in kernels:
+            kernel.cache_key  # noqa: B018 - a property that remembers
+
+
 class Launch:
     """One kernel with everything but its tensors fixed: compiled at the first call, then launched directly.
 

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -194,3 +195,17 @@ def test_shipped_tilings_fit_in_registers_and_use_the_matrix_units(slug, name, c
         if not row["matrix"] and kernel != "backward_delta" and problem.dtype != FP32:
             complaints.append(f"{kernel}: no matrix instructions")
     assert not complaints, "\n".join(complaints)
+
+
+def test_kernels_are_hashed_before_the_first_of_them_is_used():
+    """Triton up to 3.7 hashes a kernel as the order of first uses has it: a process with another order finds nothing in the cache."""
+    script = (
+        "import json\n"
+        "from portable_flash.backends.triton import backward_kernels, forward_kernels, host\n"
+        "names = {n: k for m in (backward_kernels, forward_kernels) for n, k in vars(m).items() if n.endswith('_kernel')}\n"
+        "print(json.dumps({n: k.hash for n, k in names.items()}))"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    hashes = json.loads(done.stdout)
+    assert len(hashes) >= 5 and all(hashes.values()) and len(set(hashes.values())) == len(hashes), hashes
