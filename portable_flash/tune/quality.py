@@ -59,7 +59,8 @@ def compare(keys: Iterable[Key], device: Device, node: Node, settings: Settings,
         for key, few, every, futures in waiting:
             wait(futures)
             failed = {t for t, f in zip(every, futures, strict=False) if not f.result().ok}
-            joins = lambda leaders, key=key, few=few, failed=failed: [t for t in plan.joining(key, leaders, few) if t not in failed]
+            near = lambda leaders, key=key, few=few: plan.joining({key: leaders}, {key: few})[key]
+            joins = lambda leaders, near=near, failed=failed: [t for t in near(leaders) if t not in failed]
             _warm_up(node, another(key), device, settings)
             candidates = [t for t in (every if exhaustive else few) if t not in failed]
             ask = Recorded(node.worker, Journal(None, {}), settings)

@@ -25,7 +25,7 @@ from .keys import DEFAULT_BUCKETS, DTYPES, Key
 from .nodes import Node
 from .outcomes import Outcome
 from .search import Found, NodeLost, Recorded, Rejected, Search, Settings, Stopped, probed, was_timed
-from .space import JOINING, SHARE, SHORTLIST, allows, default, known_tilings, neighbours, shortlist, space
+from .space import JOINING, SHARE, SHORTLIST, allows, default, joining, known_tilings, middle, shortlist, space
 
 LOOKAHEAD = 4  # groups that are compiled before they are measured, a worker
 PRIOR = 4  # tilings that a group takes from its peer of another dtype, beside each default; as many neighbours join
@@ -224,11 +224,11 @@ class Session:
         blocked = self.blocked.get((keys[0].backend, keys[0].kernel), ())
         if self.exhaustive:
             return {k: tuple(dict.fromkeys((*shortlist(k, self.device, 1, (), blocked), *space(k, self.device)))) for k in keys}
-        middle = min(keys, key=lambda k: abs(k.seqlen - 4096))
+        central = middle(keys)
         prior = self._prior(keys)
-        count = min(self.count, PRIOR + 1) if prior else min(self.count, max(FEWEST, round(SHARE * len(space(middle, self.device)))))
+        count = min(self.count, PRIOR + 1) if prior else min(self.count, max(FEWEST, round(SHARE * len(space(central, self.device)))))
         known = [t for k in keys for t in known_tilings(k, self.device)]
-        shared = shortlist(middle, self.device, count, (*prior, *known), blocked)
+        shared = shortlist(central, self.device, count, (*prior, *known), blocked)
         own = {k: (*shortlist(k, self.device, 1, (), blocked), *(t for t in shared if allows(k, t, self.device))) for k in keys}
         return {k: tuple(dict.fromkeys(tilings)) for k, tilings in own.items()}
 
@@ -279,7 +279,7 @@ class Session:
 
     def _begin(self, node: Node, group: _Group, ask: Recorded) -> None:
         """The first half of every key's search; then the neighbours of the fastest compile."""
-        failed = self._failed(group)
+        failed, leaders = self._failed(group), {}
         for key in group.keys:
             self.tell(Event("search", f"{len(group.candidates[key])} candidates", key, node=node.name))
             right = [t for t in group.candidates[key] if t not in failed]
@@ -290,15 +290,15 @@ class Session:
             one = Search(key, right, ask, self.settings, self.exhaustive)
             one.found.rejected += rejected
             group.searches.append(one)
-            group.joining[key] = self.joining(key, one.first(), group.candidates[key])
+            leaders[key] = one.first()
+        group.joining = self.joining(leaders, group.candidates)
         group.compiled, group.support = self._compile(node, group.joining), []
 
-    def joining(self, key: Key, leaders: list[Tiling], known: Iterable[Tiling]) -> tuple[Tiling, ...]:
-        """What joins a search after its first round."""
-        known, blocked = tuple(known), self.blocked.get((key.backend, key.kernel), ())
-        few = PRIOR if len(known) <= PRIOR + 2 else None
-        joining = neighbours(key, self.device, leaders, known, min(few or JOINING, self.count)) if leaders else ()
-        return tuple(t for t in joining if not any(b(t) for b in blocked))
+    def joining(self, leaders: Mapping[Key, list[Tiling]], candidates: Mapping[Key, Iterable[Tiling]]) -> dict[Key, tuple[Tiling, ...]]:
+        """By key, what joins the searches of one group after their first rounds."""
+        blocked = [b for k in leaders for b in self.blocked.get((k.backend, k.kernel), ())]
+        few = PRIOR if all(len(tuple(candidates[k])) <= PRIOR + 2 for k in leaders) else JOINING
+        return joining(leaders, candidates, self.device, min(few, self.count), blocked)
 
     def _measure(self, node: Node, group: _Group, ask: Recorded) -> None:
         """The second half; then the winners compile for the odd shape."""

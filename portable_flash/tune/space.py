@@ -5,10 +5,11 @@ The model only orders; what is measured decides. The default (the analytic rule'
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from .. import backends
@@ -21,7 +22,7 @@ from ..tuning import rule
 from .keys import Key
 
 SHORTLIST = 16  # candidates of a search, the default among them: one of nearly every kind
-JOINING = 10  # neighbours of the fastest of them: all that are left of two kinds
+JOINING = 10  # neighbours of the fastest of them, for all buckets together: all that are left of two kinds
 SHARE = 0.3  # of a small space that a search starts with at most
 JOINING_SHARE = 1 / 6  # of it that joins at most
 REGISTER_SHARE = 0.85  # of a thread's registers that accumulators may take and still leave room for operands
@@ -85,6 +86,33 @@ def neighbours(key: Key, device: Device, leaders: Iterable[Tiling], known: Itera
         queues.append(sorted(distances, key=lambda t, d=distances: (d[t], cost(t, key.kernel, problem, device))))
     near = (t for together in itertools.zip_longest(*queues) for t in together if t is not None and t not in taken)
     return tuple(itertools.islice(dict.fromkeys(near), count))
+
+
+def joining(
+    leaders: Mapping[Key, Iterable[Tiling]], candidates: Mapping[Key, Iterable[Tiling]], device: Device, count: int = JOINING,
+    blocked: Iterable[Blocked] = (),
+) -> dict[Key, tuple[Tiling, ...]]:  # fmt: skip
+    """By key, what joins the searches of one group, whose buckets share compiled code: at most `count` neighbours of the leaders of all
+    buckets, in turn, one leader a kind; those that lead in more buckets, and there come first, go first. leaders: by key, the
+    fastest first; nothing joins a key that has none."""
+    votes: collections.Counter[Tiling] = collections.Counter()
+    for several in leaders.values():
+        for place, tiling in enumerate(several):
+            votes[tiling] += 4 if place == 0 else 1
+    by_kind: dict[tuple, Tiling] = {}
+    for tiling, _ in votes.most_common():
+        by_kind.setdefault(kind(tiling), tiling)
+    if not by_kind:
+        return dict.fromkeys(leaders, ())
+    known = set.intersection(*(set(candidates[k]) for k in leaders))
+    found = neighbours(middle(leaders), device, by_kind.values(), known, count)
+    right = [t for t in found if not any(b(t) for b in blocked)]
+    return {k: tuple(t for t in right if several and allows(k, t, device)) for k, several in leaders.items()}
+
+
+def middle(keys: Iterable[Key]) -> Key:
+    """The bucket that stands for a group."""
+    return min(keys, key=lambda k: abs(k.seqlen - 4096))
 
 
 def _distance(a: Tiling, b: Tiling) -> int:

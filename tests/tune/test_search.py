@@ -13,7 +13,7 @@ from portable_flash.tune.keys import Key, key_set
 from portable_flash.tune.outcomes import blocked_of, updates_of
 from portable_flash.tune.search import NodeLost, Recorded, Settings, Stopped, Timed, better, probed, search
 from portable_flash.tune.session import Session
-from portable_flash.tune.space import JOINING, neighbours, shortlist, space
+from portable_flash.tune.space import JOINING, joining, kind, neighbours, shortlist, space
 from portable_flash.worker import WorkerError
 
 KEY = Key("triton", "forward", "bf16", 128, True, 4096)
@@ -246,6 +246,31 @@ def test_every_key_gets_its_outcome_and_other_dtypes_start_from_what_was_found()
             assert count <= 10 < 14 < tried[replace(key, dtype="bf16")]  # 5, perhaps a default of its own, and 4 neighbours
     for outcome in report.outcomes:
         assert outcome.speedup >= 0.99
+
+
+def test_what_joins_is_one_choice_for_all_buckets():
+    """They share compiled code: what joined in one of them only would be compiled and loaded for that one."""
+    keys = few_keys(kernels=("backward_dkv",), head_dims=(128,), dtypes=("bf16",), buckets=(512, 2048, 4096, 16384))
+    few = session(FakeNode()).candidates(keys)
+    kinds = list({kind(t): t for t in few[keys[0]]}.values())  # a leader of another kind in each bucket
+    leaders = {k: [few[k][0], kinds[i + 1]] for i, k in enumerate(keys)}
+    joins = joining(leaders, few, DEVICE)
+    assert len(set(joins.values())) == 1 and len(joins[keys[0]]) == JOINING, joins
+    assert not set(joins[keys[0]]) & set(few[keys[0]])
+    assert any(kind(t) == kind(few[keys[0]][0]) for t in joins[keys[0]]), "the most frequent leader's neighbours are among them"
+    assert joining({**leaders, keys[0]: []}, few, DEVICE)[keys[0]] == () and not any(joining(dict.fromkeys(keys, []), few, DEVICE).values())
+
+    class Various(InProcess):
+        def call(self, method, *arguments, timeout_s):
+            answer = super().call(method, *arguments, timeout_s=timeout_s)
+            if method == "time":  # another winner in each bucket
+                answer = [[1.0] * len(s) if kind(t) == kind(leaders[arguments[0]][1]) else s for t, s in zip(arguments[1], answer)]
+            return answer
+
+    node = FakeNode(Various())
+    assert len(session(node).run(keys).outcomes) == len(keys)
+    compiled = {job.tiling for job in node.compiled if job.kernel == "backward_dkv"}
+    assert len(compiled) <= len({t for tilings in few.values() for t in tilings}) + JOINING, len(compiled)
 
 
 def test_the_budget_stops_cleanly_and_keeps_what_is_done():
