@@ -1,6 +1,7 @@
 """The real thing: needs a GPU that Triton has a path for."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from portable_flash.tune import cli
 from portable_flash.tune.compiling import CompilePool, Job
 from portable_flash.tune.journal import Journal
 from portable_flash.tune.keys import Key
+from portable_flash.tune.nodes import GPU
 from portable_flash.tune.outcomes import Outcome, updates_of
 from portable_flash.tune.search import Recorded, Settings, search
 from portable_flash.tune.space import default
@@ -48,6 +50,27 @@ def test_what_is_wrong_faults_or_hangs_on_the_gpu_is_rejected_and_nothing_is_com
     (update,) = updates_of([Outcome(KEY, found, found.best)], {("triton", "forward"): "0"}, block=True)
     assert len(update.blocked) == 3 and all(b.reason for b in update.blocked), update.blocked
     assert before and kernels() == before, (before, kernels())
+
+
+def test_in_whatever_order_kernels_are_compiled_ahead_a_backward_launch_finds_them(tmp_path, monkeypatch):
+    """A process that compiles begins with the kernel that is tuned, the one that measures with the forward kernel."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    key, device = Key("triton", "backward_dkv", "bf16", 64, True, 512), detect(0)
+    before_it = replace(key, kernel="forward")
+    pool = CompilePool(1)
+    try:
+        jobs = [pool.submit(Job("triton", k.kernel, k.problem(), default(k, device), device)) for k in (key, before_it)]
+        failed = [job.result(120).reason for job in jobs if not job.result(120).ok]
+    finally:
+        pool.shutdown()
+    assert not failed, failed
+    kernels = lambda: sorted(str(p.relative_to(tmp_path)) for ending in ("cubin", "hsaco") for p in tmp_path.rglob(f"*.{ending}"))
+    before, worker = kernels(), Worker(GPU)
+    try:
+        assert worker.call("launch", key, default(key, device), timeout_s=120).ok
+    finally:
+        worker.close()
+    assert len(before) >= 3 and kernels() == before, (before, kernels())
 
 
 def test_a_run_on_this_gpu_is_right_and_resumes_for_nothing(tmp_path, capsys):
