@@ -76,11 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
+    if arguments.offline and (other := next((n for n in ("resume", "ray", "verify_quality", "rebuild") if getattr(arguments, n)), None)):
+        raise UsageError(f"--{other.replace('_', '-')}: needs measurements, which --offline makes none of")
     target = find_target(arguments.device)
     device = target.device
     backend = arguments.backend or default_backend(device)
-    if (reason := backends.load(backend).unavailable(device)) is not None:
-        raise UsageError(f"--backend {backend}: {reason}")
+    _require_backend(f"--backend {backend}", backend, device)
     keys = _keys(arguments, backend, device)
     out = arguments.out or user_folder()
     path = path_of(out, device)
@@ -93,7 +94,9 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
             raise UsageError(f"--diff: {path} does not exist")
         looking.show_diff(keys, device, path, arguments.json)
     elif arguments.explain:
-        looking.show_explain(_key_argument("--explain", arguments.explain), device, arguments.json)
+        key = _key_argument("--explain", arguments.explain)
+        _require_backend(f"--explain {key}", key.backend, device)
+        looking.show_explain(key, device, arguments.json)
     elif arguments.dry_run:
         looking.show_dry_run(keys, device, arguments.candidates, arguments.json)
     elif arguments.verify_quality:
@@ -109,6 +112,11 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 
 # ------------------------------------------------------------------ arguments
+def _require_backend(argument: str, backend: str, device: Device) -> None:
+    if (reason := backends.load(backend).unavailable(device)) is not None:
+        raise UsageError(f"{argument}: {backend}: {reason}")
+
+
 def find_target(name: str) -> Target:
     """The GPU that --device names. Raises UsageError for a name that no file has and for auto without a GPU."""
     gpus = [device for device in all_devices() if device.vendor != "cpu"]

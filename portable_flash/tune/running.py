@@ -201,8 +201,12 @@ def rank_offline(keys: list[Key], device: Device, out: Path, arguments: argparse
     path = path_of(out, device)
     update_file(path, device, shipped_text(device), updates, None)
     clear_caches()
-    say(f"{sum(len(u.entries) for u in updates)} static entries in {path}")
-    return EXIT_DONE
+    done = {key for one in ranked for key in one.keys}
+    left = [key for key in keys if key not in done]
+    say(f"{sum(len(u.entries) for u in updates)} static entries of this run are in {path}")
+    if left:
+        say(f"{len(left)} of {len(keys)} keys are left; narrow the next run with --kernels, --head-dims or --dtypes")
+    return EXIT_STOPPED if left else EXIT_DONE
 
 
 def shipped_text(device: Device) -> str | None:

@@ -26,6 +26,9 @@ MI300X = named("mi300x")
         (["--device", "h200", "--backend", "hip"], 2, "AMD"), (["--device", "h200", "--explain", "x"], 2, "must be backend/kernel"),
         (["--device", "h200", "--head-dims", "512", "--list"], 2, "1 to 256"),
         (["--device", "mi50", "--backend", "triton", "--list"], 2, "no path for gfx906"),
+        (["--device", "h200", "--explain", "hip/forward/bf16/d128/causal/s4096"], 2, "runs on AMD GPUs"),
+        (["--device", "mi300x", "--offline", "--resume"], 2, "--resume: needs measurements"),
+        (["--device", "mi300x", "--offline", "--verify-quality", "x"], 2, "--verify-quality: needs measurements"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_says_what_is_wrong(argv, code, says, capsys, monkeypatch):

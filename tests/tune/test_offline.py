@@ -211,6 +211,14 @@ def test_the_command_writes_a_file_that_serves_every_key(backend, tmp_path, caps
     assert "static entries" in capsys.readouterr().err
 
 
+def test_a_run_that_the_budget_ends_says_so_by_its_exit_code(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compiling, "pool", lambda jobs: Pretends())
+    moments = iter(range(1000))
+    monkeypatch.setattr(offline.time, "monotonic", lambda: next(moments))
+    assert cli.main(["--device", "a100", "--offline", "--budget", "2", "--out", str(tmp_path)]) == 3
+    assert "keys are left" in capsys.readouterr().err
+
+
 def test_the_catalogue_names_no_gpu_twice():
     ids = [pci_id for record in catalogue().values() for pci_id in record.pci_ids]
     assert len(ids) == len(set(ids)) > 20
