@@ -52,7 +52,7 @@ class Compiled:
 
 def pool(jobs: int) -> ProcessPoolExecutor:
     """Processes that compile; jobs at least 1."""
-    return ProcessPoolExecutor(max(1, jobs), mp_context=multiprocessing.get_context(worker.START_METHOD), initializer=_quiet)
+    return ProcessPoolExecutor(max(1, jobs), mp_context=multiprocessing.get_context(worker.START_METHOD), initializer=quiet)
 
 
 class CompilePool:
@@ -105,7 +105,7 @@ def default_jobs() -> int:
     return max(1, usable - 2)
 
 
-def _quiet() -> None:
+def quiet() -> None:
     import signal
 
     import torch
@@ -148,7 +148,7 @@ def _reason(error: BaseException) -> str:
 
 
 # ------------------------------------------------------------------ Triton
-class _Target:
+class Target:
     """Stands for Triton's driver where a kernel is compiled and not launched: no GPU context is made for it."""
 
     def __init__(self, target):
@@ -171,7 +171,7 @@ def _warm_up_triton(job: Job) -> None:
     from ..backends.triton import compile as cross
     from ..backends.triton import host
 
-    driver.set_active(_Target(cross.target(job.device)))
+    driver.set_active(Target(cross.target(job.device)))
     inputs, out, lse, grad_out = meta_call(job.problem, job.layout)
     plan = Plan(job.problem, job.device, "triton", MappingProxyType({job.kernel: KernelPlan(job.tiling, "tune")}))
     head = (*host._extras(inputs),)
@@ -207,12 +207,12 @@ def _triton_resources(job: Job) -> tuple[int, int, int]:
         if name == "backward_delta":
             continue
         asm = kernel.binary.asm
-        registers, spilled = _nvidia_usage(asm["cubin"]) if job.device.vendor == "nvidia" else _amd_usage(asm["amdgcn"])
+        registers, spilled = nvidia_usage(asm["cubin"]) if job.device.vendor == "nvidia" else _amd_usage(asm["amdgcn"])
         worst = [max(pair) for pair in zip(worst, (registers, spilled, kernel.binary.metadata.shared), strict=True)]
     return tuple(worst)
 
 
-def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
+def nvidia_usage(cubin: bytes) -> tuple[int, int]:
     """Registers a thread, and bytes a thread of stack and local memory, which hold what did not fit in them."""
     import triton
 

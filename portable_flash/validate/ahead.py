@@ -69,13 +69,13 @@ def only_compile(device: Device) -> None:
         return
     from ..backends.triton import compile as cross
     from ..backends.triton.launch import Launch
-    from ..tune.compiling import _Target
+    from ..tune.compiling import Target
 
     def warm_up(launch: Launch, *arguments) -> None:
         if launch.grid[0]:
             launch.kernel.warmup(*arguments, *launch.integers, **launch.constexprs, **launch.options, grid=launch.grid)
 
-    driver.set_active(_Target(cross.target(device)))
+    driver.set_active(Target(cross.target(device)))
     Launch.__call__ = warm_up
 
 
@@ -104,11 +104,11 @@ class Ahead:
         gpu, spare = next((d for d in devices if d.vendor != "cpu"), None), cores - len(devices)
         if gpu is None or spare < 2:
             return
-        from ..tune.compiling import _quiet
+        from ..tune.compiling import quiet
         from .session import chosen_tasks, context_of
 
         numbers = range(len(chosen_tasks(context_of(CompileOnly(gpu), options), options)))
-        self.pool = multiprocessing.get_context("spawn").Pool(min(spare, MOST_PROCESSES), _quiet)
+        self.pool = multiprocessing.get_context("spawn").Pool(min(spare, MOST_PROCESSES), quiet)
         for number in numbers:
             self.pool.apply_async(compile_task, (gpu, options, number))
 

@@ -12,10 +12,8 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +22,7 @@ import torch
 from portable_flash.device import Device, named
 from portable_flash.problem import Problem
 from portable_flash.tiling import KERNELS
+from portable_flash.tune.compiling import nvidia_usage
 from portable_flash.tuning import lookup
 
 pytest.importorskip("triton")
@@ -136,16 +135,8 @@ def compiled(device: Device, problem: Problem) -> dict[str, dict[str, Any]]:
 
 
 def nvidia_resources(cubin: bytes) -> dict[str, int]:
-    """Registers a thread, and bytes a thread of stack and local memory, which hold what did not fit in them."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    used = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
-    return {"registers": int(used["REG"]), "spilled": max(int(used["STACK"]), int(used["LOCAL"])), "scalar_spills": 0}
+    registers, spilled = nvidia_usage(cubin)
+    return {"registers": registers, "spilled": spilled, "scalar_spills": 0}
 
 
 def amd_resources(amdgcn: str) -> dict[str, int]:
