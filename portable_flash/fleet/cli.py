@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -95,9 +96,11 @@ def _judging(parser: argparse.ArgumentParser) -> None:
 
 def _compare(arguments: argparse.Namespace) -> int:
     wanted = expected.read(arguments.expect, arguments.expect_count)
-    outputs = _outputs(arguments)
+    paths = list(gather.names(arguments.reports))
+    lists = [(name, name[1:]) for name in arguments.reports if name.startswith("@")]
+    outputs = _outputs(arguments, [*lists, *((f"the comparison of {path}", path) for path in paths)])
     fleet = Fleet()
-    for source, report in gather.reports(gather.names(arguments.reports)):
+    for source, report in gather.reports(paths):
         if isinstance(report, str):
             fleet.refuse(source, report)
         else:
@@ -110,6 +113,7 @@ def _validate(arguments: argparse.Namespace) -> int:
 
     wanted = expected.read(arguments.expect, arguments.expect_count)
     outputs = _outputs(arguments)
+    _apart(outputs, arguments.out)
     run = ray_run.Run(
         level=arguments.level,
         cpu=arguments.cpu,
@@ -123,14 +127,22 @@ def _validate(arguments: argparse.Namespace) -> int:
     return _finish(fleet, wanted, arguments, outputs)
 
 
-def _outputs(arguments: argparse.Namespace) -> dict[str, str]:
-    """Format -> file; refuses a file that cannot be written before any work is done."""
+def _outputs(arguments: argparse.Namespace, inputs: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
+    """Format -> file; refuses, before any work is done, a file that cannot be written or that is one of the inputs, (argument, path)."""
     outputs = {name: path for name in formats.HELP if (path := getattr(arguments, name)) is not None}
-    if list(outputs.values()).count("-") > 1:
-        raise document.OutputError(f"--{' and --'.join(n for n, path in outputs.items() if path == '-')}: only one fits on standard output")
-    for name, path in outputs.items():
-        document.check_writable(path, f"--{name}")
+    expectations = [(f"--expect {name}", name) for name in arguments.expect]
+    document.check_outputs({f"--{name}": path for name, path in outputs.items()}, [*expectations, *inputs])
     return outputs
+
+
+def _apart(outputs: Mapping[str, str], folder: str | None) -> None:
+    """The folder of --out is for reports: a .json file of another kind there could overwrite one, or be taken for one later."""
+    for name, path in outputs.items() if folder is not None else ():
+        if path == "-":
+            continue
+        target, kept = os.path.realpath(path), os.path.realpath(folder)
+        if target == kept or (os.path.dirname(target) == kept and target.endswith(gather.SUFFIXES)):
+            raise document.OutputError(f"--{name} {path} and --out {folder}: that folder keeps reports; write this file elsewhere")
 
 
 def _finish(fleet: Fleet, wanted: expected.Expected, arguments: argparse.Namespace, outputs: dict[str, str]) -> int:

@@ -73,10 +73,8 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
     from . import document, session
 
     outputs = {name: path for name in FORMATS if (path := getattr(arguments, name)) is not None}
-    if sum(path == "-" for path in outputs.values()) > 1:
-        raise UsageError(f"--{' and --'.join(n for n, path in outputs.items() if path == '-')}: only one format fits on standard output")
-    for name, path in outputs.items():
-        document.check_writable(path, f"--{name}")
+    read = [] if arguments.source is None else [(f"--from {arguments.source}", arguments.source)]
+    document.check_outputs({f"--{name}": path for name, path in outputs.items()}, read)
     if arguments.source is not None:
         return _show(document.read(arguments.source), outputs, arguments.quiet)
     if arguments.hours is not None and arguments.level != "soak":

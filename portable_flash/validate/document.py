@@ -122,6 +122,38 @@ def check_writable(path: str | os.PathLike[str], option: str) -> None:
         raise OutputError(f"{option}: cannot write {path}: no permission")
 
 
+def check_outputs(outputs: Mapping[str, str], inputs: Iterable[tuple[str, str]] = ()) -> None:
+    """Refuse outputs that would overwrite an input or each other, whatever links lead to them, and what cannot be written at all.
+
+    outputs: option -> path, {"--html": "x.html"}. inputs: (argument, path) of what is read. Raises OutputError that names both
+    arguments, or what check_writable raises.
+    """
+    used: dict[Any, str] = {}
+    for option, path in outputs.items():
+        if (place := _place(path)) is None:
+            continue
+        if place in used:
+            where = "only one fits on standard output" if path == "-" else f"both are {path}"
+            raise OutputError(f"{used[place]} and {option}: {where}; each needs a file of its own")
+        used[place] = option
+    for argument, path in inputs if used else ():
+        if path != "-" and (option := used.get(_place(path))) is not None:
+            raise OutputError(f"{option} {outputs[option]}: would overwrite what {argument} reads")
+    for option, path in outputs.items():
+        check_writable(path, option)
+
+
+def _place(path: str) -> Any:
+    """What two paths of one file have in common; None for what is no regular file, such as /dev/null, which any number may write to."""
+    if path == "-":
+        return path
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return os.path.realpath(path) if "\0" not in path else path
+    return (found.st_dev, found.st_ino) if stat.S_ISREG(found.st_mode) else None
+
+
 def write_text(path: str | os.PathLike[str], text: str, option: str) -> None:
     """Write a whole file or nothing, UTF-8, with the permissions that a new file gets. "-" is standard output; what is no regular
     file, such as /dev/null, is written to as it is. Raises OutputError, which names `option`."""

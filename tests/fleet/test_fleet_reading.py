@@ -131,6 +131,30 @@ def test_an_output_that_cannot_be_written_is_told_before_work_begins(folder, cap
     assert "--html" in capsys.readouterr().err
 
 
+def test_outputs_overwrite_no_input(folder, capsys):
+    report, names, hosts = sorted(folder.iterdir())[0], folder.parent / "names.json", folder.parent / "hosts"
+    names.write_text(f"{report}\n")
+    hosts.write_text("")
+    before = report.read_bytes()
+    for arguments, words in (
+        ([str(report), "--json", str(report)], (f"--json {report}", f"comparison of {report}")),
+        ([str(folder), "--html", str(folder / ".." / "in" / report.name)], ("--html", str(report))),
+        ([f"@{names}", "--json", str(names)], ("--json", f"@{names}")),
+        ([str(folder), "--expect", str(hosts), "--junit", str(hosts)], ("--junit", f"--expect {hosts}")),
+        ([str(folder), "--html", str(folder / "new"), "--junit", str(folder / "new")], ("--html", "--junit")),
+    ):
+        assert cli.main(["compare", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert all(word in error for word in words), error
+    assert report.read_bytes() == before and names.read_text() == f"{report}\n" and hosts.read_text() == ""
+    out = folder.parent / "kept"
+    out.mkdir()
+    (out / "link").symlink_to(out)
+    for name in ("kept/x.json", "kept/link/x.json"):
+        assert cli.main(["validate", "--ray", "127.0.0.1:1", "--out", str(out), "--json", str(folder.parent / name)]) == 2
+        assert "--out" in (error := capsys.readouterr().err) and "--json" in error
+
+
 def test_wrong_usage_exits_2_and_names_what_is_allowed(capsys):
     for arguments in (
         [],

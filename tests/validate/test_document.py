@@ -267,6 +267,26 @@ def test_what_cannot_be_written_is_said_at_once(tmp_path, monkeypatch):
         document.check_writable(tmp_path / "r.html", "--html")
 
 
+def test_outputs_overwrite_no_input_and_not_each_other(tmp_path):
+    (tmp_path / "r.json").write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "r.json")
+    (tmp_path / "folder").symlink_to(tmp_path)
+    os.link(tmp_path / "r.json", tmp_path / "hard")
+    read = [("--from r.json", str(tmp_path / "r.json"))]
+    for name in ("r.json", "link", "hard", "folder/r.json", "./r.json"):
+        with pytest.raises(document.OutputError, match=r"--html .*: would overwrite what --from r.json reads"):
+            document.check_outputs({"--html": f"{tmp_path}/{name}"}, read)
+        with pytest.raises(document.OutputError, match="--json and --html: both are .*; each needs"):
+            document.check_outputs({"--json": f"{tmp_path}/r.json", "--html": f"{tmp_path}/{name}"})
+    with pytest.raises(document.OutputError, match="--json and --html: both are"):
+        document.check_outputs({"--json": f"{tmp_path}/new", "--html": f"{tmp_path}/folder/new"})
+    with pytest.raises(document.OutputError, match="--json and --html: only one fits on standard output"):
+        document.check_outputs({"--json": "-", "--html": "-"})
+    document.check_outputs({"--json": f"{tmp_path}/new", "--junit": f"{tmp_path}/other", "--html": "-"}, read)
+    document.check_outputs({"--json": os.devnull, "--html": os.devnull}, [("--from -", "-")])
+    assert sorted(os.listdir(tmp_path)) == ["folder", "hard", "link", "r.json"]
+
+
 def test_one_format_that_fails_leaves_the_others(tmp_path, monkeypatch):
     def broken(report):
         raise RuntimeError("no")

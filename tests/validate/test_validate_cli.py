@@ -37,6 +37,7 @@ FEW = ["--small", "--device", "cpu", "--only", "edges/one-query"]
     (["--only", "acuracy"], ["--only acuracy", "accuracy"]),
     (["--json", "/nowhere/at/all.json"], ["--json", "/nowhere/at"]),
     (["--json", "-", "--junit", "-"], ["--json", "--junit", "standard output"]),
+    (["--html", "/tmp/../tmp/new", "--json", "/tmp/new"], ["--json", "--html", "/tmp/new"]),
     (["--from", "/nowhere.json"], ["/nowhere.json"]),
 ])  # fmt: skip
 def test_wrong_arguments_exit_2_and_name_the_argument(arguments, words, capsys):
