@@ -168,6 +168,14 @@ def test_a_verdict_that_the_checks_do_not_bear_out():
         document.read(to_json(report([device(found=[c for c in checks() if c.group != "control"], verdict="pass")])).encode())
     with pytest.raises(document.ReportError, match=r": verdict is pass, but its devices make it fail"):
         document.read(to_json(replace(failing(), verdict="pass")).encode())
+    for changes in ({"verdict": "fail"}, {"verdict": "fail", "reason": "stopped"}, {"verdict": "no_verdict"}):  # all of them passed
+        with pytest.raises(document.ReportError, match=rf"devices\[0\].verdict is {changes['verdict']}, but its checks make it pass"):
+            document.read(to_json(report([device(**changes)])).encode())
+    with pytest.raises(document.ReportError, match=r"devices\[0\].verdict is no_verdict, but its checks make it fail"):
+        document.read(to_json(report([device(found=found, verdict="no_verdict", reason="stopped")])).encode())
+    for claim in ("fail", "no_verdict"):
+        with pytest.raises(document.ReportError, match=rf": verdict is {claim}, but its devices make it pass"):
+            document.read(to_json(replace(clean(), verdict=claim)).encode())
     harsher = report([device(verdict="no_verdict", reason="stopped")])
     assert document.read(to_json(harsher).encode()) == harsher  # a run may say less than its checks would
 
