@@ -8,6 +8,8 @@ import json
 import sys
 from collections.abc import Sequence
 
+from .arguments import run
+
 # Subcommands with a parser of their own: name -> (module:function(argv) -> exit code, one line of help)
 TOOLS = {
     "bench": ("portable_flash.bench:main", "measure attention here and compare it with its peers"),
@@ -21,6 +23,10 @@ TOOLS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code. `argv` defaults to the command line."""
+    return run(_main, argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in TOOLS:
         module, _, function = TOOLS[argv[0]][0].partition(":")

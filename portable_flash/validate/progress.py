@@ -12,6 +12,7 @@ class Plain:
     """One line when a task begins, at most every second for each device. Called from several threads."""
 
     EVERY_S = 1.0
+    stream: Any
 
     def __init__(self, stream: TextIO | None = None):
         self.stream, self.began, self._lock = stream or sys.stderr, time.monotonic(), threading.Lock()
@@ -28,7 +29,10 @@ class Plain:
             if done < total and now - self._last.get(device, 0.0) < self.EVERY_S:
                 return
             self._last[device] = now
-            print(f"{now - self.began:6.1f} s  {device}  {done}/{total}  {task}", file=self.stream, flush=True)
+            try:
+                print(f"{now - self.began:6.1f} s  {device}  {done}/{total}  {task}", file=self.stream, flush=True)
+            except OSError:  # nobody reads it any more, which must not end a validation
+                self.stream = _Nowhere()
 
 
 class Live:
