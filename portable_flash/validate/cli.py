@@ -73,6 +73,8 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
     from . import document, session
 
     outputs = {name: path for name in FORMATS if (path := getattr(arguments, name)) is not None}
+    if arguments.source is not None and (idle := _given(argv) - {"source", "quiet", *FORMATS}):
+        raise UsageError(f"--{', --'.join(sorted(idle))}: without effect together with --from, which runs and judges nothing")
     read = [] if arguments.source is None else [(f"--from {arguments.source}", arguments.source)]
     document.check_outputs({f"--{name}": path for name, path in outputs.items()}, read)
     if arguments.source is not None:
@@ -100,6 +102,12 @@ def _run(arguments: argparse.Namespace, argv: list[str]) -> int:
     if arguments.record:
         _record(report, arguments)
     return code
+
+
+def _given(argv: list[str]) -> set[str]:
+    """The options that are on the command line, also those with their default as value."""
+    unset = argparse.Namespace(**dict.fromkeys(vars(parser().parse_args([]))))  # None, which keeps the defaults out
+    return {name for name, value in vars(parser().parse_args(argv, unset)).items() if value is not None}
 
 
 def _show(report: Report, outputs: dict[str, str], quiet: bool) -> int:

@@ -39,6 +39,9 @@ FEW = ["--small", "--device", "cpu", "--only", "edges/one-query"]
     (["--json", "-", "--junit", "-"], ["--json", "--junit", "standard output"]),
     (["--html", "/tmp/../tmp/new", "--json", "/tmp/new"], ["--json", "--html", "/tmp/new"]),
     (["--from", "/nowhere.json"], ["/nowhere.json"]),
+    (["--from", "r.json", "--device", "cpu", "--quiet"], ["--device: ", "--from"]),
+    (["--from", "r.json", "--level", "quick", "--only", "edges", "--json", "-"], ["--level, --only: ", "--from"]),
+    (["--from", "r.json", "--strict"], ["--strict: ", "--from"]),
 ])  # fmt: skip
 def test_wrong_arguments_exit_2_and_name_the_argument(arguments, words, capsys):
     try:
