@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from .facts import clean
 TIMEOUTS_S = {"quick": 180.0, "standard": 1200.0, "soak": 90000.0}  # for one GPU: three times what a level takes, or a day's soak
 GRACE_S = 15.0  # a validation ends itself at its time-out; later than this it hangs
 WAIT_S = 0.5
+CONNECT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -137,10 +139,22 @@ def connect(address: str) -> Any:
         raise RuntimeError(f"--ray: the package ray does not load here: {type(error).__name__}: {error}") from error
     try:
         if not ray.is_initialized():
+            _reach(address)
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except Exception as error:
         raise RuntimeError(f"--ray {address}: no cluster there: {clean(str(error), 300)}") from error
     return ray
+
+
+def _reach(address: str) -> None:
+    """Ray waits for minutes for a host that is not there. Raises OSError, or ValueError for what is no address."""
+    told = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    if not told or told == "auto" or ("://" in told and not told.startswith("ray://")):
+        return  # found, or bounded, by Ray itself
+    host, _, port = told.removeprefix("ray://").partition("/")[0].rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{clean(told, 100)!r}: allowed are auto, HOST:PORT and ray://HOST:PORT")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
 
 
 def nodes_of(told: Sequence[Mapping[str, Any]], cpu: bool) -> tuple[list[Node], list[str]]:

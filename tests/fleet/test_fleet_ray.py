@@ -4,6 +4,8 @@ import importlib
 import json
 import os
 import random
+import re
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -212,6 +214,31 @@ def test_an_interrupt_leaves_a_comparison_and_no_actors(monkeypatch):
     ray_run.validate("auto", ray_run.Run(), fleet, lambda line: None)
     assert killed == ["a0", "a1", "b0"]
     assert [f.detail for f in fleet.compare().findings] == ["interrupted"] * 3
+
+
+@pytest.mark.parametrize("address, words", [
+    ("127.0.0.1:1", "refused"), ("ray://127.0.0.1:1", "refused"), ("nonsense.invalid:6379", "not known|resolution|No address"),
+    ("nonsense", "HOST:PORT"), ("host:99999", "HOST:PORT"),
+])  # fmt: skip
+def test_no_cluster_there_is_said_soon(monkeypatch, capsys, address, words):
+    begun: list[str] = []
+    ray = SimpleNamespace(is_initialized=lambda: False, init=lambda address, **_: begun.append(address), nodes=lambda: [])
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    assert cli.main(["validate", "--ray", address]) == 2 and begun == []
+    error = capsys.readouterr().err
+    assert f"--ray {address}: no cluster there: " in error and re.search(words, error), error
+
+
+def test_a_host_that_answers_is_left_to_ray(monkeypatch):
+    begun: list[str] = []
+    ray = SimpleNamespace(is_initialized=lambda: False, init=lambda address, **_: begun.append(address))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        for each in (address, f"ray://{address}", "auto"):
+            ray_run.connect(each)
+    assert begun == [address, f"ray://{address}", "auto"]
 
 
 def test_ray_is_an_extra(monkeypatch, capsys):
