@@ -74,7 +74,7 @@ def render(facts: dict[str, Any]) -> str:
         f"  python {facts['python']}, {facts['platform']}",
         f"  torch {facts['torch']} ({facts['torch_runtime'] or 'built for the CPU only'})",
         f"  triton {facts['triton'] or 'not installed'}, hip-python {facts['hip_python'] or 'not installed'}",
-        f"  tuning: user files in {facts['user_tuning']}, site {facts['site_tuning'] or f'none ({SITE_VARIABLE} is not set)'}",
+        f"  tuning: user files in {facts['user_tuning']}, {_site(facts['site_tuning'])}",
     ]
     if all(device["index"] is None for device in facts["devices"]):
         why = "torch is built for the CPU only" if facts["torch_runtime"] is None else "none is visible to torch"
@@ -82,6 +82,12 @@ def render(facts: dict[str, Any]) -> str:
     for device in facts["devices"]:
         lines += ["", *_render_device(device)]
     return "\n".join(lines)
+
+
+def _site(place: str | None) -> str:
+    if place is None:
+        return f"site none ({SITE_VARIABLE} is not set)"
+    return f"site {place}" + ("" if os.path.exists(place) else f" (does not exist: {SITE_VARIABLE} must name a file or a folder)")
 
 
 def _render_device(device: dict[str, Any]) -> list[str]:

@@ -49,6 +49,14 @@ def test_json_has_the_same_facts(no_gpu, capsys):
     assert facts["devices"][-1]["backends"] == {"triton": "needs a GPU", "hip": "needs a GPU", "cpu": None}
 
 
+def test_a_site_folder_that_does_not_exist_is_said(no_gpu, monkeypatch, tmp_path):
+    for value, words in ((None, "site none (PORTABLE_FLASH_TUNING is not set)"), (tmp_path, f"site {tmp_path}\n")):
+        monkeypatch.setenv("PORTABLE_FLASH_TUNING", str(value)) if value else monkeypatch.delenv("PORTABLE_FLASH_TUNING", raising=False)
+        assert words in render(collect())
+    monkeypatch.setenv("PORTABLE_FLASH_TUNING", str(tmp_path / "x"))
+    assert f"site {tmp_path / 'x'} (does not exist: PORTABLE_FLASH_TUNING must" in render(collect())
+
+
 def test_with_a_gpu(h200, monkeypatch):
     monkeypatch.setattr(backends, "load", lambda name: SimpleNamespace(unavailable=lambda d: None))
     out = render(collect())
