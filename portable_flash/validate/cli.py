@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--list", action="store_true", help="the checks and what each asks; nothing is run")
     how = p.add_argument_group("how it is judged")
     how.add_argument("--strict", action="store_true", help="warnings and unread signals fail")
-    how.add_argument("--timeout", type=positive_number, metavar="SECONDS", help="of the whole run; what is not done by then leaves no verdict")
+    how.add_argument("--timeout", type=positive_number, metavar="SECONDS", help="of the whole run; what is not done by then has no verdict")
     how.add_argument("--golden", type=Path, metavar="DIR", help="folder of recorded digests (default: the user's own)")
     how.add_argument("--record", action="store_true", help="record this run's digests there, if it passes")
     how.add_argument("--replace", action="store_true", help="with --record: replace what is recorded otherwise")

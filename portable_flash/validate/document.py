@@ -5,7 +5,8 @@
 makes the schema file again after a change of report.py.
 
 Reading is for documents of unknown origin: the size is bounded, fields must have their types, and a verdict that the statuses of the
-checks do not bear out, for better or worse, is refused. Fields that this version does not know are ignored, so that one may be added without a new schema number.
+checks do not bear out, for better or worse, is refused. Fields that this version does not know are ignored, so that one may be added
+without a new schema number.
 """
 
 from __future__ import annotations
