@@ -94,3 +94,18 @@ def test_a_tool_without_the_package_says_what_to_do(tool):
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert f"not installed for this Python ({sys.executable})" in line and f".venv/bin/python tools/{tool}" in line
+
+
+@pytest.mark.parametrize(("module", "argv"), [("validate", ["--list"]), ("fleet", ["compare", "."])])
+def test_a_fault_of_the_program_is_no_verdict_on_a_device(module, argv, monkeypatch, capsys):
+    import importlib
+
+    cli = importlib.import_module(f"portable_flash.{module}.cli")
+
+    def broken(*arguments, **options):
+        raise KeyError("a fault")
+
+    for name in ("_run", "_compare"):
+        if hasattr(cli, name):
+            monkeypatch.setattr(cli, name, broken)
+    assert cli.main(argv) == 2 and "KeyError" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CODES["no_verdict"]
     except KeyboardInterrupt:
         print(f"portable-flash fleet {arguments.command}: interrupted", file=sys.stderr)
+        return EXIT_CODES["no_verdict"]
+    except OSError:
+        raise  # of standard output: `arguments.run` tells it from others
+    except Exception:  # a fault of this program says nothing of a device, and Python would exit with 1, which means a failed one
+        traceback.print_exc()
         return EXIT_CODES["no_verdict"]
 
 

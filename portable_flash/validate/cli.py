@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,6 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments, argv)
     except (UsageError, OutputError, ReportError, GoldenError, ModuleNotFoundError) as error:
         print(f"portable-flash validate: {error}", file=sys.stderr)
+        return NO_VERDICT
+    except OSError:
+        raise  # of standard output: `arguments.run` tells it from others
+    except Exception:  # a fault of this program says nothing of a device, and Python would exit with 1, which means a failed one
+        traceback.print_exc()
         return NO_VERDICT
 
 

@@ -101,7 +101,7 @@ def test_interrupted_run_reports_what_was_done(tmp_path):
                 break
         time.sleep(0.5)  # inside the call that hangs
         child.send_signal(signal.SIGINT)
-        assert child.wait(60) == 2
+        assert child.wait(180) == 2  # a busy machine takes its time to import
     finally:
         child.kill()
     from portable_flash.validate import document
