@@ -78,7 +78,7 @@ SPILLS = (
     # Tilings timed on an H200 for plain calls; with masks, packing or softcap they were only compiled and checked, not timed.
     ("sm_90", ("forward", "backward_dkv", "backward_dq", "backward_dbias"), ("everything", "window"), 400),
     # The fastest on an H200 of all that fit, timed with Triton 3.6 (benchmarks/results/h200_tune.json).
-    ("sm_90", ("backward_dk",), ("256",), 16),
+    ("sm_90", ("backward_dk",), ("bf16 256 causal", "fp16 256"), 16),
     # At 256 columns dQ's own accumulator, both operands and dS leave nothing.
     ("gfx12", ("backward_dk", "backward_dq"), ("fp16 256",), 160),
 )

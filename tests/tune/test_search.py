@@ -135,7 +135,8 @@ def test_the_limit_of_accuracy_is_that_of_the_most_accurate_one_checked(exhausti
 
 def test_a_bad_default_leaves_the_others():
     found, *_ = run(bad=[(name(TRIED[0]), "wrong")])
-    assert found.default is None and found.best is not None
+    assert found.default is None and found.best.tiling == min(TRIED[1:], key=lambda t: microseconds(KEY, t))
+    assert [(r.tiling, r.kind) for r in found.rejected] == [(TRIED[0], "wrong")]
 
 
 def test_nothing_right_is_no_choice():
